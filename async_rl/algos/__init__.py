@@ -1,0 +1,1 @@
+"""Pure math on tensors: advantages, importance weights, losses, reductions."""

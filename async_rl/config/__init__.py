@@ -1,0 +1,1 @@
+"""Settings: schema, loading, cross-checks and explanation."""

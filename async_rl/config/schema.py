@@ -1,0 +1,328 @@
+"""Every setting, once: its name, type, default, bound and help.
+
+Each section is a frozen msgspec struct; unknown keys are refused by the loader (`load.py`),
+relations between settings are checked in `checks.py`. Units are in the names: `_s` seconds,
+`_bytes`, `_tokens`, `_every` steps.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+
+def _text(help: str, **bounds) -> Meta:
+    return Meta(description=help, **bounds)
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every section: immutable, keyword only, unknown keys refused."""
+
+
+class RunConfig(Section):
+    """The run as a whole."""
+
+    name: Annotated[str, _text("Name shown in trackers and on the console.")] = "run"
+    dir: Annotated[str, _text("Run directory: resolved config, metrics.jsonl, report.png, model/.")] = "runs/run"
+    seed: Annotated[int, _text("Seeds data order, sampling and initialisation.", ge=0)] = 0
+    steps: Annotated[int, _text("Steps to train; one step consumes one batch and makes one policy version.", ge=1)] = 100
+    stop_at_accuracy: Annotated[
+        Annotated[float, Meta(gt=0, le=1)] | None,
+        _text("End the run early once held-out accuracy reaches this share; off when absent."),
+    ] = None
+    stall_timeout_s: Annotated[float, _text("Without any progress for this long the run ends with an error that names the wait.", gt=0)] = 600.0
+    save_model: Annotated[bool, _text("Write the final weights in Hugging Face form to <dir>/model.")] = True
+
+
+class ModelConfig(Section):
+    """The policy."""
+
+    path: Annotated[str, _text("Folder with a Hugging Face causal LM and its tokenizer (safetensors, config.json).", min_length=1)]
+    dtype: Annotated[Literal["float32", "bfloat16"], _text("Parameter and compute type of the learner; reductions are float32 always.")] = "float32"
+    attention: Annotated[
+        Literal["auto", "sdpa", "eager", "flash_attention_2"],
+        _text("Attention kernel; auto takes flash_attention_2 on a GPU that has it, else sdpa."),
+    ] = "auto"
+    gradient_checkpointing: Annotated[bool, _text("Recompute activations in the backward pass: less memory, about a third more time.")] = False
+
+
+class DataConfig(Section):
+    """Where problems come from."""
+
+    path: Annotated[str | None, _text("A .parquet or .jsonl file of problems; absent for environments that pose their own.")] = None
+    eval_path: Annotated[str | None, _text("File of held-out problems; absent: `eval_problems` are split off `path`, or posed by the environment.")] = None
+    eval_problems: Annotated[int, _text("Number of held-out problems, never trained on.", ge=0)] = 128
+    prompt_column: Annotated[str, _text("Column with the prompt: text, or a list of {role, content} messages.")] = "prompt"
+    answer_column: Annotated[str | None, _text("Column with the reference answer; absent when the reward needs none.")] = "answer"
+    system_prompt: Annotated[str | None, _text("System message put before every prompt that is rendered with a chat template.")] = None
+    chat_template: Annotated[
+        Literal["auto", "always", "never"],
+        _text("Render prompts with the tokenizer's chat template; auto: when the tokenizer has one."),
+    ] = "auto"
+    max_prompt_tokens: Annotated[int, _text("Longer prompts (as rendered) are dropped and counted.", ge=1)] = 1024
+    shuffle: Annotated[bool, _text("Shuffle problems in each epoch, seeded by run.seed.")] = True
+    epochs: Annotated[Annotated[int, Meta(ge=1)] | None, _text("Passes over the data; absent: as many as the steps need.")] = None
+
+
+class ArithmeticEnvironment(Section, tag="arithmetic", tag_field="type"):
+    """Procedural arithmetic: seeded, unlimited; reward 1 when the answer is right."""
+
+    kinds: Annotated[
+        tuple[Literal["sum", "difference", "product", "word"], ...],
+        _text("Kinds of problem, mixed evenly.", min_length=1),
+    ] = ("sum",)
+    max_operand: Annotated[int, _text("Operands are 0..max_operand.", ge=1)] = 9
+    style: Annotated[Literal["plain", "question"], _text("plain: '3+4='; question: a sentence for a chat model.")] = "plain"
+    match: Annotated[
+        Literal["exact", "last_integer"],
+        _text("exact: the completion is the answer; last_integer: the completion's last integer is."),
+    ] = "exact"
+
+
+class MathEnvironment(Section, tag="math", tag_field="type"):
+    """Mathematical answers, compared by math-verify; needs data.path."""
+
+    instruction: Annotated[str | None, _text("Text appended to each prompt, such as how to mark the final answer.")] = None
+    answer_format: Annotated[
+        Literal["auto", "boxed", "gsm8k", "last_number"],
+        _text("Where the answer stands in a completion; auto: boxed, else after ####, else the last number."),
+    ] = "auto"
+
+
+class ExactMatchEnvironment(Section, tag="exact_match", tag_field="type"):
+    """Reward 1 when the completion equals the answer; needs data.path."""
+
+    strip: Annotated[bool, _text("Ignore surrounding white space.")] = True
+    ignore_case: Annotated[bool, _text("Ignore case.")] = False
+
+
+class FunctionEnvironment(Section, tag="function", tag_field="type"):
+    """The user's own reward function; needs data.path."""
+
+    reward: Annotated[str, _text("'rewards.py:score' or 'package.module:score'; sync or async, batch or single.", min_length=1)]
+    batch: Annotated[bool, _text("The function takes lists and returns a list.")] = False
+
+
+Environment = ArithmeticEnvironment | MathEnvironment | ExactMatchEnvironment | FunctionEnvironment
+
+
+class RewardConfig(Section):
+    """How rewards are run: in worker processes that are killed at their timeout."""
+
+    workers: Annotated[int, _text("Reward worker processes per generator.", ge=1)] = 1
+    timeout_s: Annotated[float, _text("A reward that takes longer is killed; the member's status is failed.", gt=0)] = 10.0
+    max_batch: Annotated[int, _text("Most completions scored by one call of a batch reward.", ge=1)] = 16
+    max_attempts: Annotated[int, _text("Attempts at a member before it is dropped and counted.", ge=1)] = 3
+
+
+class SamplingConfig(Section):
+    """How completions are sampled for training. The learner's values rule; generators receive them with each lease."""
+
+    group_size: Annotated[int, _text("Trajectories per problem.", ge=1)] = 8
+    max_completion_tokens: Annotated[int, _text("Longest completion.", ge=1)] = 256
+    temperature: Annotated[float, _text("Sampling temperature; behavior logprobs include it.", gt=0)] = 1.0
+    top_p: Annotated[float, _text("Must be 1 for training: a smaller value changes the behavior distribution.", gt=0, le=1)] = 1.0
+    stop: Annotated[tuple[str, ...], _text("Texts that end a completion; each must be one token of the tokenizer.")] = ()
+
+
+class StalenessConfig(Section):
+    """How old training data may be, and how the bound is kept (docs/staleness.md)."""
+
+    max_staleness: Annotated[int, _text("Bound on (step - 1) - version of every token in the loss; 0 is exact synchronous training.", ge=0)] = 2
+    publish_every: Annotated[int, _text("Steps between publications of new weights.", ge=1)] = 1
+    overdue: Annotated[
+        Literal["mask", "wait", "keep"],
+        _text("Tokens older than max_staleness when their batch is formed: leave the loss (mask), cannot occur because the learner waits (wait), or stay (keep)."),
+    ] = "mask"
+    reorder_window: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        _text("With overdue='wait': tickets may be trained this far ahead of the oldest unresolved one; default batch_groups."),
+    ] = None
+
+
+class GrpoAdvantage(Section, tag="grpo", tag_field="type"):
+    """(r - mean) / (std + eps) in each group (DeepSeekMath, arXiv:2402.03300)."""
+
+    std: Annotated[Literal["sample", "population", "none"], _text("Deviation that divides; none is Dr.GRPO (arXiv:2503.20783).")] = "sample"
+    eps: Annotated[float, _text("Added to the deviation.", ge=0)] = 1e-4
+
+
+class RlooAdvantage(Section, tag="rloo", tag_field="type"):
+    """r minus the mean of the other members (arXiv:2402.14740)."""
+
+
+Advantage = GrpoAdvantage | RlooAdvantage
+
+
+class PpoLoss(Section, tag="ppo", tag_field="type"):
+    """PPO's clipped surrogate against the behavior policy (arXiv:1707.06347)."""
+
+    clip_low: Annotated[float, _text("Lower clip distance: ratio >= 1 - clip_low.", ge=0, le=1)] = 0.2
+    clip_high: Annotated[float, _text("Upper clip distance: ratio <= 1 + clip_high.", ge=0)] = 0.2
+    dual_clip: Annotated[Annotated[float, Meta(gt=1)] | None, _text("Cap of ratio * |A| for negative advantages (arXiv:1912.09729); off when absent.")] = None
+
+
+class DecoupledPpoLoss(Section, tag="decoupled_ppo", tag_field="type"):
+    """PPO clipped around the proximal policy, times the behavior weight (arXiv:2110.00641, arXiv:2505.24298)."""
+
+    clip_low: Annotated[float, _text("Lower clip distance of the proximal ratio.", ge=0, le=1)] = 0.2
+    clip_high: Annotated[float, _text("Upper clip distance of the proximal ratio.", ge=0)] = 0.2
+    dual_clip: Annotated[Annotated[float, Meta(gt=1)] | None, _text("Cap of ratio * |A| for negative advantages; off when absent.")] = None
+
+
+class ReinforceLoss(Section, tag="reinforce", tag_field="type"):
+    """-A * logprob, times the behavior weight (Williams 1992)."""
+
+
+Loss = PpoLoss | DecoupledPpoLoss | ReinforceLoss
+
+
+class CorrectionConfig(Section):
+    """The behavior weight pi_prox / mu that corrects for staleness and mismatch."""
+
+    level: Annotated[Literal["none", "token", "sequence", "geometric"], _text("none: weight 1; per token; product over the sequence; its geometric mean.")] = "token"
+    mode: Annotated[Literal["truncate", "mask"], _text("truncate: min(weight, cap); mask: outside [floor, cap] the token leaves the loss.")] = "truncate"
+    cap: Annotated[float, _text("Largest weight.", gt=0)] = 5.0
+    floor: Annotated[float, _text("Smallest weight that mode='mask' keeps.", ge=0)] = 0.0
+
+
+class AlgorithmConfig(Section):
+    """What is optimised: advantage, loss, correction and reduction, combined freely."""
+
+    advantage: Annotated[Advantage, _text("Advantage estimator.")] = GrpoAdvantage()
+    loss: Annotated[Loss, _text("Per-token loss.")] = DecoupledPpoLoss()
+    correction: Annotated[CorrectionConfig, _text("Off-policy correction.")] = CorrectionConfig()
+    reduction: Annotated[
+        Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"],
+        _text("How per-token losses become one number; denominators are global over micro-batches and ranks."),
+    ] = "token_mean"
+    constant_length: Annotated[Annotated[int, Meta(ge=1)] | None, _text("Divisor L of reduction='constant'; default sampling.max_completion_tokens.")] = None
+
+
+class LearnerConfig(Section):
+    """The learner: batch, optimizer, ranks."""
+
+    ranks: Annotated[int, _text("Learner processes on this machine (FSDP2); torchrun's environment takes precedence.", ge=1)] = 1
+    device: Annotated[Literal["auto", "cpu", "cuda"], _text("auto: cuda where there is one.")] = "auto"
+    threads: Annotated[Annotated[int, Meta(ge=1)] | None, _text("CPU threads of each rank; default: cores shared evenly with local generators.")] = None
+    batch_groups: Annotated[int, _text("Groups (problems) that one step consumes.", ge=1)] = 16
+    micro_batch_tokens: Annotated[int, _text("Token budget of one forward/backward, prompts included.", ge=1)] = 8192
+    logprob_chunk_tokens: Annotated[int, _text("Positions whose logits exist at once.", ge=1)] = 1024
+    minibatches: Annotated[int, _text("Optimizer updates per epoch of a step.", ge=1)] = 1
+    epochs: Annotated[int, _text("Passes over a batch in one step.", ge=1)] = 1
+    lr: Annotated[float, _text("AdamW's peak learning rate.", gt=0)] = 1e-6
+    betas: Annotated[tuple[float, float], _text("AdamW's betas.")] = (0.9, 0.95)
+    eps: Annotated[float, _text("AdamW's epsilon.", gt=0)] = 1e-8
+    weight_decay: Annotated[float, _text("AdamW's decoupled weight decay.", ge=0)] = 0.0
+    warmup_steps: Annotated[int, _text("Steps of linear warm-up.", ge=0)] = 0
+    decay: Annotated[Literal["constant", "linear", "cosine"], _text("Schedule after warm-up, down to lr * min_lr_ratio at run.steps.")] = "constant"
+    min_lr_ratio: Annotated[float, _text("Final learning rate as a share of lr.", ge=0, le=1)] = 0.0
+    max_grad_norm: Annotated[float | None, _text("Global gradient norm is clipped to this; absent: no clipping.")] = 1.0
+    max_nonfinite_updates: Annotated[int, _text("This many non-finite updates in a row end the run.", ge=1)] = 5
+
+
+class VllmEngine(Section, tag="vllm", tag_field="type"):
+    """vLLM's AsyncLLM in the generator process."""
+
+    dtype: Annotated[Literal["auto", "float32", "bfloat16"], _text("auto: float32 on CPU, the model's own type on GPU.")] = "auto"
+    tensor_parallel: Annotated[int, _text("GPUs of one engine.", ge=1)] = 1
+    max_model_len: Annotated[Annotated[int, Meta(ge=2)] | None, _text("Longest prompt + completion; default: what data and sampling allow.")] = None
+    kv_cache_bytes: Annotated[int, _text("KV cache size on CPU.", ge=1 << 20)] = 1 << 29
+    gpu_memory_utilization: Annotated[float, _text("Share of the GPU that the engine may take.", gt=0, le=1)] = 0.85
+    block_size: Annotated[int, _text("Tokens per KV block; 32 lets short prompts be shared on CPU.", ge=8)] = 32
+    enforce_eager: Annotated[bool | None, _text("Skip graph capture; absent: on CPU yes, on GPU no.")] = None
+    prefix_caching: Annotated[bool, _text("Share the KV of equal prefixes (within one policy version).")] = True
+
+
+class HfEngine(Section, tag="hf", tag_field="type"):
+    """transformers on the generator's device, for machines without vLLM."""
+
+    dtype: Annotated[Literal["float32", "bfloat16"], _text("Parameter type.")] = "float32"
+
+
+class SimulatedEngine(Section, tag="simulated", tag_field="type"):
+    """No model: lengths and latencies from distributions, for tests and sweeps."""
+
+    median_tokens: Annotated[float, _text("Median completion length (lognormal).", gt=0)] = 64.0
+    sigma: Annotated[float, _text("Sigma of the lognormal length; 0: all equal.", ge=0)] = 0.5
+    tokens_per_s: Annotated[float, _text("Decoding rate of one running request.", gt=0)] = 1000.0
+    load_s: Annotated[float, _text("Seconds that loading new weights takes.", ge=0)] = 0.0
+    vocab_size: Annotated[int, _text("Token ids are 0..vocab_size-1.", ge=2)] = 100
+
+
+EngineConfig = VllmEngine | HfEngine | SimulatedEngine
+
+
+class GeneratorConfig(Section):
+    """A generator process."""
+
+    engine: Annotated[EngineConfig, _text("What samples tokens.")] = VllmEngine()
+    count: Annotated[int, _text("Generators that `async-rl train` starts on this machine.", ge=0)] = 1
+    slots: Annotated[int, _text("Members that one generator works on at once.", ge=1)] = 64
+    threads: Annotated[Annotated[int, Meta(ge=1)] | None, _text("CPU threads of the engine; default: cores shared evenly with the learner.")] = None
+    running_requests: Annotated[
+        Literal["recompute", "keep", "finish"],
+        _text("Requests running at an update: recompute their KV (exact), keep it (faster, mismatch), or let them finish first."),
+    ] = "recompute"
+    max_restarts: Annotated[int, _text("Times that `async-rl train` restarts one generator.", ge=0)] = 3
+
+
+class WeightsConfig(Section):
+    """How new weights reach the generators."""
+
+    backend: Annotated[Literal["auto", "gloo", "nccl"], _text("auto: nccl when learner and engine are on GPUs, else gloo.")] = "auto"
+    wire_dtype: Annotated[Literal["float32", "bfloat16"] | None, _text("Type on the wire; default: model.dtype.")] = None
+    bucket_bytes: Annotated[int, _text("Parameters are sent in buckets of about this size.", ge=1 << 16)] = 64 << 20
+    deadline_s: Annotated[float, _text("A member that has not joined, received or loaded by then is evicted and the publication repeated.", gt=0)] = 120.0
+    port: Annotated[int, _text("Port of the rendezvous store; 0: any free one.", ge=0, le=65535)] = 0
+
+
+class TransportConfig(Section):
+    """The socket between learner and generators."""
+
+    host: Annotated[str, _text("Address that the learner binds, and that generators connect to by default.")] = "127.0.0.1"
+    port: Annotated[int, _text("Port; 0 takes any free one and writes it to <run.dir>/address.", ge=0, le=65535)] = 29400
+    insecure: Annotated[bool, _text("Allow binding to an address other than loopback without keys.")] = False
+    heartbeat_s: Annotated[float, _text("Seconds between heartbeats.", gt=0)] = 1.0
+    heartbeat_timeout_s: Annotated[float, _text("A member silent for this long loses its leases.", gt=0)] = 15.0
+    connect_timeout_s: Annotated[float, _text("A generator gives up when no learner answers for this long.", gt=0)] = 300.0
+    max_message_bytes: Annotated[int, _text("Larger messages are refused and counted.", ge=1024)] = 64 << 20
+
+
+class EvaluationConfig(Section):
+    """Held-out evaluation, on the same generators, without stopping training."""
+
+    every: Annotated[int, _text("Steps between evaluations; 0: none. The last version is always evaluated unless 0.", ge=0)] = 10
+    samples: Annotated[int, _text("Completions per held-out problem.", ge=1)] = 1
+    temperature: Annotated[float, _text("Sampling temperature; 0 is greedy.", ge=0)] = 1.0
+
+
+class MetricsConfig(Section):
+    """Where metrics go; metrics.jsonl is always written."""
+
+    console: Annotated[Literal["auto", "live", "plain", "off"], _text("auto: live on a terminal, plain lines elsewhere.")] = "auto"
+    wandb: Annotated[Literal["off", "offline", "online"], _text("Weights & Biases sink.")] = "off"
+    wandb_project: Annotated[str, _text("W&B project.")] = "async_rl"
+    tensorboard: Annotated[bool, _text("Write TensorBoard events to <run.dir>/tensorboard.")] = False
+    report: Annotated[bool, _text("Draw <run.dir>/report.png at the end.")] = True
+
+
+class Config(Section, kw_only=True):
+    """All settings of a run."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig
+    data: DataConfig = DataConfig()
+    environment: Environment
+    rewards: RewardConfig = RewardConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    staleness: StalenessConfig = StalenessConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    learner: LearnerConfig = LearnerConfig()
+    generator: GeneratorConfig = GeneratorConfig()
+    weights: WeightsConfig = WeightsConfig()
+    transport: TransportConfig = TransportConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    metrics: MetricsConfig = MetricsConfig()

@@ -1,0 +1,1 @@
+"""Engines: the libraries that sample tokens inside a generator."""

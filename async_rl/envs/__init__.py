@@ -1,0 +1,1 @@
+"""Environments and rewards, one file each."""

@@ -1,0 +1,1 @@
+"""The learner: batches, model, updates and the training loop."""

@@ -1,0 +1,337 @@
+"""Every message between learner and generators, written once, and their one codec.
+
+A message is one msgpack header and raw array frames: `encode` turns a struct into frames, `decode`
+turns frames back and refuses whatever the types do not allow. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+PROTOCOL_VERSION = 1
+MAX_FRAMES = 4096
+_DTYPES = ("int32", "int64", "uint8", "float32", "float64")
+
+
+class ProtocolError(Exception):
+    """A peer sent something that the protocol does not allow."""
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """Base of every message; the tag is the class name."""
+
+
+# --- data -------------------------------------------------------------------------------------
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """One item that an environment poses."""
+
+    id: str
+    """Unique within the dataset and stable across restarts."""
+    prompt: str
+    """Rendered prompt text (chat template applied)."""
+    prompt_ids: np.ndarray
+    """int32 [P], the tokens that the engine is given; never re-tokenised."""
+    answer: Any = None
+    """What the environment needs to score a completion (plain data)."""
+    metadata: dict[str, Any] = {}
+    """Further columns of the row (plain data), passed to reward functions."""
+
+
+class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Completion tokens start..end-1 were sampled by `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+TrajectoryStatus = Literal["complete", "truncated", "failed"]
+"""complete: ended by itself; truncated: hit max_completion_tokens; failed: no usable sample or reward."""
+
+
+class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
+    """One finished attempt. `L` is the number of completion tokens; a failed one may have L = 0."""
+
+    status: TrajectoryStatus
+    completion_ids: np.ndarray
+    """int32 [L], including the end token if it was sampled."""
+    completion_mask: np.ndarray
+    """uint8 [L], 1 where the policy sampled the token (0: tool output and the like)."""
+    behavior_logprobs: np.ndarray
+    """float32 [L], as sampled, temperature included; nats."""
+    versions: tuple[VersionSpan, ...]
+    """Cover 0..L-1 in order without gaps."""
+    reward: float | None
+    """None exactly when status is failed."""
+    error: str | None = None
+    """Why it failed, one line."""
+    text: str | None = None
+    """The completion decoded, for people."""
+    sample_s: float = 0.0
+    """Seconds from start of sampling to the last token."""
+    reward_s: float = 0.0
+    """Seconds that scoring took."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How one member is sampled."""
+
+    max_tokens: int
+    temperature: float
+    seed: int
+    stop_ids: tuple[int, ...] = ()
+    """Token ids that end the completion, besides the model's own end tokens."""
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
+    """A generator's right to work on one member of a ticket."""
+
+    kind: Literal["train", "eval"]
+    ticket: int
+    """Place in the order of the run; for eval the index of (round, problem)."""
+    member: int
+    attempt: int
+    problem: Problem
+    sampling: SamplingParams
+
+
+class LeaseKey(msgspec.Struct, frozen=True, order=True):
+    """Names one attempt at one member; results are idempotent in it."""
+
+    kind: Literal["train", "eval"]
+    ticket: int
+    member: int
+    attempt: int
+
+
+class TensorInfo(msgspec.Struct, frozen=True):
+    """One parameter of a publication."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a publication holds, sent before any byte of it."""
+
+    run_id: str
+    version: int
+    tensors: tuple[TensorInfo, ...]
+    """In the order in which they are sent; names as in the Hugging Face checkpoint; dtype such as 'float32'."""
+    num_bytes: int
+    digest: str
+    """Hash of names, shapes and dtypes (`manifest_digest`)."""
+    checksum: str
+    """Hash of all bytes (`weights.base.Checksum`), reported back by every receiver."""
+
+
+class EpochInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A broadcast group: the members between two changes of membership."""
+
+    epoch: int
+    backend: Literal["gloo", "nccl"]
+    host: str
+    port: int
+    """The rendezvous TCPStore of the learner."""
+    rank: int
+    """First rank of the receiving member (a tensor-parallel engine takes `receivers` of them)."""
+    size: int
+    deadline_s: float
+
+
+# --- generator -> coordinator ------------------------------------------------------------------
+
+
+class Hello(Message):
+    """First message of a connection, and again after every reconnect."""
+
+    protocol: int
+    name: str
+    """Unique name of the generator, kept across its restarts."""
+    incarnation: str
+    """New for every process."""
+    run_id: str | None
+    """Run that the generator worked for before; None at first."""
+    policy_version: int | None
+    """Version loaded in the engine; None: nothing of this run."""
+    slots: int
+    receivers: int
+    """Ranks that this member takes in a broadcast group; 0: it loads no weights (simulated)."""
+    engine: str
+    host: str
+    pid: int
+    holding: tuple[LeaseKey, ...] = ()
+    """Leases of `run_id` that the generator still works on or has finished and not seen acknowledged."""
+
+
+class GeneratorStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Totals since the process started; the coordinator takes differences."""
+
+    uptime_s: float = 0.0
+    idle_slot_s: float = 0.0
+    """Slot-seconds without work."""
+    slot_s: float = 0.0
+    """Slot-seconds in all."""
+    generated_tokens: int = 0
+    finished: int = 0
+    failed: int = 0
+    discarded: int = 0
+    """Finished members thrown away because their run or version no longer exists."""
+    paused_s: float = 0.0
+    """Seconds the engine stood still for weight updates."""
+
+
+class Heartbeat(Message):
+    """Sent every heartbeat_s. The coordinator counts a member's free slots itself: slots minus its outstanding leases."""
+
+    accepting: bool
+    """False while no new lease is wanted (leaving, or loading for the first time)."""
+    holding: tuple[LeaseKey, ...]
+    """Every lease received and not yet acknowledged; one sent long ago that is missing here was lost and is issued anew."""
+    policy_version: int | None
+    stats: GeneratorStats
+
+
+class Finished(Message):
+    """One finished member. Sent again after a reconnect until acknowledged."""
+
+    run_id: str
+    key: LeaseKey
+    trajectory: Trajectory
+
+
+class Returned(Message):
+    """Leases given back unfinished (the generator leaves)."""
+
+    run_id: str
+    keys: tuple[LeaseKey, ...]
+
+
+class EpochJoined(Message):
+    """The member stands in the group of `epoch` (or could not: error)."""
+
+    epoch: int
+    error: str | None = None
+
+
+class Received(Message):
+    """All bytes of a publication arrived (or did not: error); nothing is loaded yet."""
+
+    version: int
+    epoch: int
+    checksum: str | None
+    receive_s: float
+    error: str | None = None
+
+
+class Loaded(Message):
+    """The engine samples with `version` from now on (or could not load it: error)."""
+
+    version: int
+    checksum: str | None
+    load_s: float
+    paused_s: float
+    source: Literal["broadcast", "snapshot", "none"]
+    error: str | None = None
+
+
+class Goodbye(Message):
+    """A clean leave; leases held are returned."""
+
+    reason: str
+
+
+# --- coordinator -> generator ------------------------------------------------------------------
+
+
+class Welcome(Message):
+    """Answer to Hello."""
+
+    run_id: str
+    policy_version: int
+    """Last published version; the generator gets no lease before it has loaded it."""
+    heartbeat_s: float
+    heartbeat_timeout_s: float
+    max_message_bytes: int
+
+
+class Refused(Message):
+    """The connection is not accepted; the reason is for people."""
+
+    reason: str
+    retry: bool
+    """Whether trying again can help."""
+
+
+class Alive(Message):
+    """Answer to every Heartbeat, so that a generator notices a dead or restarted learner."""
+
+    run_id: str
+    policy_version: int
+
+
+class Leases(Message):
+    """Work."""
+
+    leases: tuple[Lease, ...]
+
+
+class Acknowledged(Message):
+    """A Finished was taken care of; the generator forgets it."""
+
+    key: LeaseKey
+    outcome: Literal["stored", "duplicate", "unknown"]
+
+
+class Cancelled(Message):
+    """Leases whose result is no longer wanted."""
+
+    keys: tuple[LeaseKey, ...]
+
+
+class JoinEpoch(Message):
+    """Build the broadcast group of this epoch."""
+
+    info: EpochInfo
+
+
+class Publish(Message):
+    """A publication follows in the group of `epoch`: receive, then load without waiting for another word."""
+
+    epoch: int
+    manifest: Manifest
+    deadline_s: float
+
+
+class LoadSnapshot(Message):
+    """Load the last published version from a safetensors file: from `path` if visible, else from `url`."""
+
+    manifest: Manifest
+    path: str
+    url: str | None
+    deadline_s: float
+
+
+class RelabelVersion(Message):
+    """To members that load no weights: count as `version` from now on."""
+
+    version: int
+
+
+class Stop(Message):
+    """The run is over, or does not want this generator."""
+
+    reason: str
+
+
+FromGenerator = Hello | Heartbeat | Finished | Returned | EpochJoined | Received | Loaded | Goodbye
+FromCoordinator = (
+    Welcome | Refused | Alive | Leases | Acknowledged | Cancelled | JoinEpoch | Publish | LoadSnapshot | RelabelVersion | Stop
+)

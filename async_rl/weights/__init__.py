@@ -1,0 +1,1 @@
+"""Publication of weights: broadcast groups per membership epoch, and snapshots for late joiners."""
