@@ -10,10 +10,7 @@ import torch
 import xxhash
 
 from async_rl.protocol import Manifest, TensorInfo
-
-
-class WeightsError(Exception):
-    """A transfer of weights failed; the message names the wait, the member and the limit."""
+from async_rl.weights.errors import WeightsError
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

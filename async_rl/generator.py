@@ -1,0 +1,430 @@
+"""A generator: takes leases, samples with an engine, scores, sends trajectories, takes new weights while it runs.
+
+It is stateless: everything that must survive lives in the learner. What it has finished it keeps until the
+coordinator acknowledges it, also across a lost connection, so a restarted learner of the same run loses nothing.
+
+One asyncio loop owns the socket. Tasks: `_listen` (every message), `_beat` (heartbeats, reconnect), `_take_weights`
+(joins, receives and loads, strictly in order) and one `_work` per lease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from async_rl import protocol as p
+from async_rl.config import Config, ConfigError
+from async_rl.engines.base import Engine, EngineError, Sample, SampleRequest
+from async_rl.envs.base import EnvironmentBase
+from async_rl.transport import Client
+from async_rl.weights.errors import WeightsError
+
+log = logging.getLogger(__name__)
+
+LEAVE_DEADLINE_S = 10.0
+"""Seconds that a leaving generator waits for its last messages to be acknowledged."""
+
+
+class Decoder(Protocol):
+    """The part of a tokenizer that a generator needs."""
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = ...) -> str: ...
+
+
+@dataclass
+class SlotClock:
+    """Integrates slot-seconds, busy and idle, so that idle shares are exact and not sampled."""
+
+    slots: int
+    clock: Callable[[], float]
+    started: float = field(init=False)
+    busy: int = 0
+    busy_slot_s: float = 0.0
+    _last: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.started = self._last = self.clock()
+
+    def change(self, delta: int) -> None:
+        """The number of busy slots changes by `delta` now."""
+        now = self.clock()
+        self.busy_slot_s += self.busy * (now - self._last)
+        self._last = now
+        self.busy += delta
+
+    def totals(self) -> tuple[float, float, float]:
+        """(uptime_s, slot_s, idle_slot_s) up to now."""
+        self.change(0)
+        uptime = self._last - self.started
+        return uptime, uptime * self.slots, uptime * self.slots - self.busy_slot_s
+
+
+class Generator:
+    """The state of one generator process; `run` returns when the run is over or the generator leaves."""
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        environment: EnvironmentBase,
+        decoder: Decoder,
+        client: Client,
+        name: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.engine = engine
+        self.environment = environment
+        self.decoder = decoder
+        self.client = client
+        self.name = name
+        self.clock = clock
+        self.incarnation = uuid.uuid4().hex
+        self.run_id: str | None = None
+        self.work: dict[p.LeaseKey, asyncio.Task[None]] = {}
+        self.unacknowledged: dict[p.LeaseKey, p.Finished] = {}
+        self.slot_clock = SlotClock(config.generator.slots, clock)
+        self.counts = {"generated_tokens": 0, "finished": 0, "failed": 0, "discarded": 0}
+        self.paused_s = 0.0
+        self.welcomed = False
+        self.leaving = False
+        self.last_heard = clock()
+        self.heartbeat_s = config.transport.heartbeat_s
+        self.heartbeat_timeout_s = config.transport.heartbeat_timeout_s
+        self._weight_work: asyncio.Queue[p.JoinEpoch | p.Publish | p.LoadSnapshot | p.RelabelVersion] = asyncio.Queue()
+        self._over: asyncio.Future[str] | None = None
+
+    # --- life -------------------------------------------------------------------------------
+
+    async def run(self) -> str:
+        """Work until the learner says stop or `leave` is called; returns the reason. Raises EngineError, ConnectionError."""
+        self._over = asyncio.get_running_loop().create_future()
+        tasks = [asyncio.create_task(t) for t in (self._listen(), self._beat(), self._take_weights())]
+        try:
+            await self._hello()
+            await asyncio.wait([self._over, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    task.result()
+            return await self._over
+        finally:
+            for task in [*tasks, *self.work.values()]:
+                task.cancel()
+            await asyncio.gather(*tasks, *self.work.values(), return_exceptions=True)
+
+    async def leave(self, reason: str) -> None:
+        """Leave cleanly: return unfinished leases, wait (with a deadline) for the last acknowledgements, say goodbye."""
+        if self.leaving or self._over is None:
+            return
+        self.leaving = True
+        keys = tuple(self.work)
+        for task in list(self.work.values()):
+            task.cancel()
+        if self.run_id is not None and self.welcomed:
+            await self.client.send(p.Returned(run_id=self.run_id, keys=keys))
+            deadline = self.clock() + LEAVE_DEADLINE_S
+            while self.unacknowledged and self.clock() < deadline:
+                await asyncio.sleep(0.05)
+            await self.client.send(p.Goodbye(reason=reason))
+        self._finish(reason)
+
+    def _finish(self, reason: str) -> None:
+        if self._over is not None and not self._over.done():
+            self._over.set_result(reason)
+
+    def _fail(self, error: BaseException) -> None:
+        if self._over is not None and not self._over.done():
+            self._over.set_exception(error)
+
+    # --- connection -------------------------------------------------------------------------
+
+    async def _hello(self) -> None:
+        self.welcomed = False
+        await self.client.send(
+            p.Hello(
+                protocol=p.PROTOCOL_VERSION,
+                name=self.name,
+                incarnation=self.incarnation,
+                run_id=self.run_id,
+                policy_version=self.engine.policy_version if self.run_id else None,
+                slots=self.config.generator.slots,
+                receivers=self.engine.receivers,
+                engine=self.config.generator.engine.__struct_config__.tag or "",
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                holding=self._holding(),
+            )
+        )
+
+    def _holding(self) -> tuple[p.LeaseKey, ...]:
+        return (*self.work, *self.unacknowledged)
+
+    async def _beat(self) -> None:
+        """Heartbeats; a learner that was silent for too long gets a new socket and a new Hello, with work going on."""
+        silent_since = self.last_heard
+        while True:
+            await asyncio.sleep(self.heartbeat_s)
+            silent = self.clock() - self.last_heard
+            if silent > self.heartbeat_timeout_s:
+                if self.last_heard != silent_since:
+                    log.warning("no word from the learner at %s for %.0f s; reconnecting", self.client.address, silent)
+                    silent_since = self.last_heard
+                if silent > max(self.config.transport.connect_timeout_s, self.heartbeat_timeout_s):
+                    raise ConnectionError(
+                        f"no learner answered at {self.client.address} for {silent:.0f} s "
+                        f"(transport.connect_timeout_s = {self.config.transport.connect_timeout_s:g}); "
+                        "start one there, or name another with --learner HOST:PORT"
+                    )
+            if not self.welcomed or silent > self.heartbeat_timeout_s:
+                if silent > self.heartbeat_timeout_s:
+                    self.client.reset()
+                await self._hello()
+                continue
+            await self.client.send(
+                p.Heartbeat(
+                    accepting=not self.leaving,
+                    holding=self._holding(),
+                    policy_version=self.engine.policy_version,
+                    stats=self.stats(),
+                )
+            )
+
+    def stats(self) -> p.GeneratorStats:
+        """Totals since the process started."""
+        uptime_s, slot_s, idle_slot_s = self.slot_clock.totals()
+        return p.GeneratorStats(
+            uptime_s=uptime_s, slot_s=slot_s, idle_slot_s=idle_slot_s, paused_s=self.paused_s, **self.counts
+        )
+
+    async def _listen(self) -> None:
+        while True:
+            message = await self.client.receive(self.heartbeat_s)
+            if message is None:
+                continue
+            self.last_heard = self.clock()
+            await self._handle(message)
+
+    async def _handle(self, message: p.Message) -> None:
+        match message:
+            case p.Welcome():
+                await self._welcome(message)
+            case p.Refused():
+                if not message.retry:
+                    raise ConfigError(f"the learner at {self.client.address} refused this generator: {message.reason}")
+                self.welcomed = False
+            case p.Alive():
+                # A learner that restarted answers heartbeats of strangers with another run or an older version.
+                if message.run_id != self.run_id:
+                    await self._hello()
+            case p.Leases():
+                for lease in message.leases:
+                    self._begin(lease)
+            case p.Acknowledged():
+                self.unacknowledged.pop(message.key, None)
+            case p.Cancelled():
+                for key in message.keys:
+                    self._drop(key)
+            case p.JoinEpoch() | p.Publish() | p.LoadSnapshot() | p.RelabelVersion():
+                self._weight_work.put_nowait(message)
+            case p.Stop():
+                self._finish(message.reason)
+            case _:
+                raise p.ProtocolError(f"unexpected message {type(message).__name__} from the learner")
+
+    async def _welcome(self, message: p.Welcome) -> None:
+        if message.run_id != self.run_id:
+            self._discard(lambda finished: True, f"run {message.run_id} is another run")
+        elif (self.engine.policy_version or 0) > message.policy_version:
+            # The learner resumed from before the version loaded here: that future no longer exists.
+            self._discard(
+                lambda finished: any(s.version > message.policy_version for s in finished.trajectory.versions),
+                f"the learner went back to version {message.policy_version}",
+            )
+        self.run_id = message.run_id
+        self.heartbeat_s = message.heartbeat_s
+        self.heartbeat_timeout_s = message.heartbeat_timeout_s
+        self.welcomed = True
+        for finished in self.unacknowledged.values():
+            await self.client.send(finished)
+
+    def _discard(self, belongs: Callable[[p.Finished], bool], why: str) -> None:
+        lost = [key for key, finished in self.unacknowledged.items() if belongs(finished)]
+        for key in lost:
+            del self.unacknowledged[key]
+        running = list(self.work)
+        for key in running:
+            self._drop(key)
+        if lost or running:
+            self.counts["discarded"] += len(lost)
+            log.warning("discarded %d finished and %d running members: %s", len(lost), len(running), why)
+
+    def _drop(self, key: p.LeaseKey) -> None:
+        self.unacknowledged.pop(key, None)
+        task = self.work.get(key)
+        if task is not None:
+            task.cancel()
+
+    # --- work -------------------------------------------------------------------------------
+
+    def _begin(self, lease: p.Lease) -> None:
+        key = p.LeaseKey(kind=lease.kind, ticket=lease.ticket, member=lease.member, attempt=lease.attempt)
+        if key in self.work or key in self.unacknowledged or self.leaving:
+            return
+        self.slot_clock.change(+1)
+        task = asyncio.create_task(self._work(key, lease))
+        self.work[key] = task
+        task.add_done_callback(lambda t: self._ended(key, t))
+
+    def _ended(self, key: p.LeaseKey, task: asyncio.Task[None]) -> None:
+        self.work.pop(key, None)
+        self.slot_clock.change(-1)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    async def _work(self, key: p.LeaseKey, lease: p.Lease) -> None:
+        run_id = self.run_id
+        assert run_id is not None, "leases come after Welcome"
+        trajectory = await self._rollout(key, lease)
+        self.counts["finished" if trajectory.status != "failed" else "failed"] += 1
+        finished = p.Finished(run_id=run_id, key=key, trajectory=trajectory)
+        self.unacknowledged[key] = finished
+        if self.welcomed:
+            await self.client.send(finished)
+
+    async def _rollout(self, key: p.LeaseKey, lease: p.Lease) -> p.Trajectory:
+        started = self.clock()
+        request_id = f"{key.kind}-{key.ticket}-{key.member}-{key.attempt}"
+        sample = await self.engine.sample(
+            SampleRequest(request_id=request_id, prompt_ids=lease.problem.prompt_ids, sampling=lease.sampling)
+        )
+        sampled = self.clock()
+        self.counts["generated_tokens"] += len(sample.completion_ids)
+        text = self.decoder.decode(sample.completion_ids.tolist(), skip_special_tokens=True)
+        if sample.finish == "aborted":
+            return _trajectory(sample, "failed", None, "sampling was aborted by the engine", text, sampled - started, 0.0)
+        result = await self.environment.score(lease.problem, text)
+        status: p.TrajectoryStatus = "complete" if sample.finish == "stop" else "truncated"
+        if result.value is None:
+            status = "failed"
+        return _trajectory(
+            sample, status, result.value, result.error, text, sampled - started, self.clock() - sampled
+        )
+
+    # --- weights ----------------------------------------------------------------------------
+
+    async def _take_weights(self) -> None:
+        """Joins, publications and snapshots, one after the other; transfer errors are reported, engine errors are fatal."""
+        while True:
+            message = await self._weight_work.get()
+            try:
+                match message:
+                    case p.JoinEpoch():
+                        await self._join(message)
+                    case p.Publish():
+                        await self._publication(message)
+                    case p.LoadSnapshot():
+                        await self._snapshot(message)
+                    case p.RelabelVersion():
+                        await self.engine.relabel(message.version)
+                        await self._loaded(message.version, None, 0.0, 0.0, "none")
+            except EngineError as error:
+                raise EngineError(f"taking weights failed ({type(message).__name__}): {error}") from error
+
+    async def _join(self, message: p.JoinEpoch) -> None:
+        try:
+            await self.engine.join_epoch(message.info)
+        except WeightsError as error:
+            log.warning("could not join epoch %d: %s", message.info.epoch, error)
+            await self.client.send(p.EpochJoined(epoch=message.info.epoch, error=str(error)))
+            return
+        await self.client.send(p.EpochJoined(epoch=message.info.epoch))
+
+    async def _publication(self, message: p.Publish) -> None:
+        version = message.manifest.version
+        started = self.clock()
+        try:
+            checksum = await self.engine.receive(message.epoch, message.manifest, message.deadline_s)
+        except WeightsError as error:
+            log.warning("could not receive version %d: %s", version, error)
+            await self.client.send(
+                p.Received(
+                    version=version,
+                    epoch=message.epoch,
+                    checksum=None,
+                    receive_s=self.clock() - started,
+                    error=str(error),
+                )
+            )
+            return
+        await self.client.send(
+            p.Received(version=version, epoch=message.epoch, checksum=checksum, receive_s=self.clock() - started)
+        )
+        if checksum != message.manifest.checksum:
+            return
+        report = await self.engine.load(message.manifest)
+        await self._loaded(version, report.checksum, report.load_s, report.paused_s, "broadcast")
+
+    async def _snapshot(self, message: p.LoadSnapshot) -> None:
+        from async_rl.weights.snapshot import fetch_snapshot
+
+        version = message.manifest.version
+        into = Path(self.config.run.dir) / "downloads" / self.name
+        try:
+            path = await asyncio.to_thread(
+                fetch_snapshot, Path(message.path), message.url, message.manifest, message.deadline_s, into
+            )
+            report = await self.engine.load_snapshot(path, message.manifest)
+        except WeightsError as error:
+            log.warning("could not load the snapshot of version %d: %s", version, error)
+            await self._loaded(version, None, 0.0, 0.0, "snapshot", error=str(error))
+            return
+        await self._loaded(version, report.checksum, report.load_s, report.paused_s, "snapshot")
+
+    async def _loaded(
+        self, version: int, checksum: str | None, load_s: float, paused_s: float, source: str, error: str | None = None
+    ) -> None:
+        self.paused_s += paused_s
+        await self.client.send(
+            p.Loaded(
+                version=version,
+                checksum=checksum,
+                load_s=load_s,
+                paused_s=paused_s,
+                source=source,  # type: ignore[arg-type]
+                error=error,
+            )
+        )
+
+
+def _trajectory(
+    sample: Sample,
+    status: p.TrajectoryStatus,
+    reward: float | None,
+    error: str | None,
+    text: str,
+    sample_s: float,
+    reward_s: float,
+) -> p.Trajectory:
+    return p.Trajectory(
+        status=status,
+        completion_ids=sample.completion_ids,
+        completion_mask=np.ones(len(sample.completion_ids), dtype=np.uint8),
+        behavior_logprobs=sample.logprobs,
+        versions=sample.versions,
+        reward=reward,
+        error=error,
+        text=text,
+        sample_s=sample_s,
+        reward_s=reward_s,
+    )
