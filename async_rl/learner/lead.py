@@ -1,0 +1,181 @@
+"""What only rank 0 of the learner does: coordinator, publications, evaluation results, metrics and the console."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import msgspec
+import torch
+
+from async_rl.buffer import Ledger, LedgerSettings, TrajectoryGroup
+from async_rl.config import Config
+from async_rl.console import Console
+from async_rl.coordinator import Coordinator
+from async_rl.envs import build_environment, load_tokenizer
+from async_rl.evaluation import EvaluationResult
+from async_rl.learner.publisher import Publisher
+from async_rl.metrics import Metrics, open_sinks
+from async_rl.report import draw_report
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.5
+"""How often a wait looks at the stop flag and at the coordinator's health."""
+
+
+class Lead:
+    """Rank 0's own part; every method is called from the training thread."""
+
+    def __init__(self, config: Config, resolved_from: str, device: torch.device) -> None:
+        self.config = config
+        self.run_dir = Path(config.run.dir)
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self.run_id = uuid.uuid4().hex[:12]
+        self._write_config(resolved_from)
+        tokenizer = load_tokenizer(config.model.path)
+        environment = build_environment(config, tokenizer)
+        source = environment.problems()
+        self.console = Console(config)
+        ledger = Ledger(LedgerSettings.from_config(config), source.draw)
+        self.publisher = Publisher(config, self.run_id, device, config.transport.host)
+        self.coordinator = Coordinator(
+            config=config,
+            run_id=self.run_id,
+            ledger=ledger,
+            eval_problems=environment.eval_problems() if config.evaluation.every > 0 else [],
+            stop_ids=environment.stop_ids,
+            transfer=self.publisher,
+            notify=self.console.message,
+        )
+        self.sinks = open_sinks(config, self.run_dir)
+        self.last_values: dict[str, float] = {}
+        self.accuracies: list[tuple[int, float]] = []
+        self._fresh_results: list[EvaluationResult] = []
+        self._wait_s = 0.0
+        self._step_started = time.monotonic()
+        self._closed = False
+
+    def _write_config(self, resolved_from: str) -> None:
+        resolved = {"from": resolved_from, "run_id": self.run_id, "config": msgspec.to_builtins(self.config)}
+        (self.run_dir / "config.json").write_text(json.dumps(resolved, indent=2) + "\n")
+
+    def start(self) -> None:
+        """Open the port; generators may come from now on."""
+        address = self.coordinator.start()
+        (self.run_dir / "address").write_text(json.dumps(address) + "\n")
+        self.console.message(f"learner {os.getpid()} listens on {address['learner']} (run {self.run_id})")
+        self._step_started = time.monotonic()
+
+    # --- one step ---------------------------------------------------------------------------
+
+    def next_batch(self, step: int, stop: Callable[[], bool]) -> tuple[TrajectoryGroup, ...] | None:
+        """The groups of `step`, or None: interrupted, data at its end, or the accuracy to stop at is reached."""
+        started = time.monotonic()
+        wanted = self.coordinator.request_batch()
+        try:
+            while not wanted.wait(POLL_S):
+                self._take_evaluations()
+                self.console.update(step - 1, self.last_values, self.coordinator.status())
+                if stop():
+                    return None
+            if self._reached():
+                return None
+            return wanted.result()
+        finally:
+            self._wait_s = time.monotonic() - started
+
+    def trained(self, step: int) -> None:
+        """The batch of `step` made version `step`."""
+        self.coordinator.trained(step)
+
+    def publish(self, version: int, stream: Iterable[tuple[str, torch.Tensor]], evaluate: bool) -> None:
+        """Copy a version into the send buffers and let the coordinator send it; returns once buffers are full."""
+        deadline_s = self.config.weights.deadline_s * 2
+        self.coordinator.wait_for_publication(deadline_s)
+        manifest = self.publisher.fill(version, stream, deadline_s)
+        self.coordinator.publish(manifest, evaluate)
+
+    def report(self, step: int, metrics: Metrics) -> None:
+        """Write one line of metrics for `step`."""
+        now = time.monotonic()
+        step_s = now - self._step_started
+        self._step_started = now
+        metrics.last("step", step)
+        metrics.last("policy_version", step)
+        metrics.last("time/step_s", step_s)
+        metrics.last("time/wait_for_batch_s", self._wait_s)
+        metrics.mean("learner/wait_share", self._wait_s, step_s)
+        metrics.merge(self.coordinator.collect(step_s))
+        self._take_evaluations()
+        self._write(step, metrics)
+
+    def _write(self, step: int, metrics: Metrics) -> None:
+        for result in self._fresh_results:
+            result.record(metrics)
+        self._fresh_results.clear()
+        values = metrics.resolve()
+        self.last_values = {**self.last_values, **values}
+        for sink in self.sinks:
+            sink.write(step, values)
+        self.console.update(step, self.last_values, self.coordinator.status())
+
+    # --- evaluation -------------------------------------------------------------------------
+
+    def _take_evaluations(self) -> None:
+        for result in self.coordinator.take_evaluations():
+            self._fresh_results.append(result)
+            self.accuracies.append((result.version, result.accuracy))
+            self.console.message(
+                f"version {result.version}: held-out accuracy {result.accuracy:.3f} +- {result.stderr:.3f} "
+                f"({result.num_problems} problems)"
+            )
+
+    def _reached(self) -> bool:
+        goal = self.config.run.stop_at_accuracy
+        return goal is not None and bool(self.accuracies) and self.accuracies[-1][1] >= goal
+
+    # --- the end ----------------------------------------------------------------------------
+
+    def finish(self, step: int, evaluate: bool) -> None:
+        """Last publication and evaluation, then the fleet is told to stop."""
+        self.coordinator.wait_for_publication(self.config.weights.deadline_s * 2)
+        evaluated = self.accuracies[-1][0] if self.accuracies else -1
+        if evaluate and evaluated < step:
+            self.coordinator.evaluate(step)
+            deadline = time.monotonic() + self.config.run.stall_timeout_s
+            while self.coordinator.evaluating() and time.monotonic() < deadline:
+                time.sleep(0.05)
+                self._take_evaluations()
+        self._take_evaluations()
+        if self._fresh_results:
+            final = Metrics()
+            final.last("step", step)
+            final.last("policy_version", step)
+            self._write(step, final)
+        self.coordinator.stop("the run is complete")
+
+    def abort(self) -> None:
+        """After a failure: tell the fleet, close files, draw nothing."""
+        if not self._closed:
+            self._closed = True
+            self.coordinator.stop("the learner failed")
+            self._close_outputs()
+
+    def close(self) -> None:
+        """Close everything and draw the report."""
+        self._closed = True
+        self._close_outputs()
+        if self.config.metrics.report:
+            draw_report(self.run_dir / "metrics.jsonl", self.run_dir / "report.png", self.config)
+
+    def _close_outputs(self) -> None:
+        self.publisher.close()
+        for sink in self.sinks:
+            sink.close()
+        self.console.close()

@@ -1,0 +1,163 @@
+"""The learner process: take a batch, step, publish, evaluate, report; on every rank alike.
+
+Rank 0 also leads: it owns the coordinator (a thread with the socket, the ledger and the members), the send buffers
+and the sinks. The other ranks only see batches and a stop; every decision reaches them as bytes from rank 0.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from async_rl.buffer import TrajectoryGroup
+from async_rl.config import Config
+from async_rl.learner.batch import prepare_batch
+from async_rl.learner.lead import Lead
+from async_rl.learner.model import Policy, load_policy
+from async_rl.learner.ranks import RankContext, broadcast_bytes, init_ranks, spawn_ranks
+from async_rl.learner.update import Updater
+from async_rl.metrics import Metrics
+from async_rl.protocol import decode_value, encode_value
+
+log = logging.getLogger(__name__)
+
+STOP = b""
+"""What rank 0 sends instead of a batch when there is nothing more to do."""
+
+
+class Interrupted(Exception):
+    """SIGINT or SIGTERM: finish what is under way, stop the fleet, leave."""
+
+
+def run_learner(config: Config, resolved_from: str) -> int:
+    """Run the learner of `config`; 0 when all steps are done. Raises on run-time failures."""
+    if config.learner.ranks > 1 and "WORLD_SIZE" not in os.environ:
+        return spawn_ranks([sys.executable, "-m", "async_rl.cli", *sys.argv[1:]], config.learner.ranks)
+    ctx = init_ranks(config)
+    lead = Lead(config, resolved_from, ctx.device) if ctx.rank == 0 else None
+    try:
+        policy = load_policy(config.model, config.learner, ctx)
+        Loop(config, ctx, policy, lead).run()
+    except BaseException:
+        if lead is not None:
+            lead.abort()
+        raise
+    finally:
+        ctx.close()
+    return 0
+
+
+class Loop:
+    """Steps until the run is complete; `lead` is None on every rank but 0."""
+
+    def __init__(self, config: Config, ctx: RankContext, policy: Policy, lead: Lead | None) -> None:
+        self.config = config
+        self.ctx = ctx
+        self.policy = policy
+        self.lead = lead
+        self.updater = Updater(policy, config, ctx)
+        self.wire_dtype = config.weights.wire_dtype or config.model.dtype
+        self._evaluated = 0
+
+    def run(self) -> None:
+        """The whole run: version 0 is published and evaluated first, the last version is saved."""
+        interrupted = _InterruptFlag()
+        with interrupted:
+            if self.lead is not None:
+                self.lead.start()
+            self._publish(0, evaluate=self.config.evaluation.every > 0)
+            step = 0
+            while step < self.config.run.steps:
+                groups = self._next_batch(step + 1, interrupted)
+                if groups is None:
+                    break
+                step += 1
+                self._step(step, groups)
+            self._end(step, interrupted)
+
+    def _next_batch(self, step: int, interrupted: _InterruptFlag) -> tuple[TrajectoryGroup, ...] | None:
+        if self.lead is None:
+            data = broadcast_bytes(None)
+            return decode_value(data, tuple[TrajectoryGroup, ...]) if data != STOP else None
+        groups: tuple[TrajectoryGroup, ...] | None = None
+        try:
+            groups = self.lead.next_batch(step, stop=interrupted.is_set)
+        finally:
+            if self.ctx.world > 1:
+                broadcast_bytes(encode_value(groups) if groups is not None else STOP)
+        return groups
+
+    def _step(self, step: int, groups: tuple[TrajectoryGroup, ...]) -> None:
+        started = time.monotonic()
+        metrics: Metrics = self.updater.step(prepare_batch(groups, step, self.config), step)
+        train_s = time.monotonic() - started
+        if self.lead is not None:
+            self.lead.trained(step)
+        publish_s = 0.0
+        last = step == self.config.run.steps
+        if step % self.config.staleness.publish_every == 0 or last:
+            publish_s = self._publish(step, evaluate=not last and self._evaluation_due(step))
+        if self.lead is not None:
+            metrics.last("time/train_s", train_s)
+            metrics.last("time/publish_s", publish_s)
+            self.lead.report(step, metrics)
+
+    def _evaluation_due(self, version: int) -> bool:
+        """Whether a multiple of evaluation.every lies after the last evaluated version, up to this one."""
+        every = self.config.evaluation.every
+        if every == 0 or version // every == self._evaluated // every:
+            return False
+        self._evaluated = version
+        return True
+
+    def _publish(self, version: int, evaluate: bool) -> float:
+        """Gather on all ranks, hand over to the coordinator; returns the seconds that the learner was held."""
+        started = time.monotonic()
+        stream = self.policy.full_parameters(self.wire_dtype)
+        if self.lead is None:
+            for _ in stream:
+                pass
+        else:
+            self.lead.publish(version, stream, evaluate)
+        return time.monotonic() - started
+
+    def _end(self, step: int, interrupted: _InterruptFlag) -> None:
+        if self.lead is not None:
+            self.lead.finish(step, evaluate=self.config.evaluation.every > 0 and not interrupted.is_set())
+        if self.config.run.save_model and step > 0:
+            self.policy.save_pretrained(f"{self.config.run.dir}/model")
+        if self.lead is not None:
+            self.lead.close()
+        if interrupted.is_set():
+            raise KeyboardInterrupt
+
+
+class _InterruptFlag:
+    """Turns SIGINT and SIGTERM into a flag that the loop looks at between steps; a second one interrupts at once."""
+
+    def __init__(self) -> None:
+        self._set = False
+        self._before: dict[int, Any] = {}
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if self._set:
+            raise KeyboardInterrupt
+        self._set = True
+        log.warning("%s: stopping after the step under way (again to stop at once)", signal.Signals(number).name)
+
+    def __enter__(self) -> _InterruptFlag:
+        handler: Callable[[int, Any], None] = self._on_signal
+        self._before = {n: signal.signal(n, handler) for n in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
