@@ -1,24 +1,26 @@
 """Every message between learner and generators, written once, and their one codec.
 
-A message is one msgpack header and raw array frames: `encode` turns a struct into frames, `decode`
-turns frames back and refuses whatever the types do not allow. Nothing is ever unpickled.
+A message is one msgpack header and raw array frames (`frames.py`): `encode` turns a struct into frames,
+`decode` turns frames back and refuses whatever the types do not allow. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
+from async_rl.frames import Frame, ProtocolError, decode_value, encode_value
+
+__all__ = ["ProtocolError", "decode", "decode_value", "encode", "encode_value"]
+
 PROTOCOL_VERSION = 1
 MAX_FRAMES = 4096
-_DTYPES = ("int32", "int64", "uint8", "float32", "float64")
-
-
-class ProtocolError(Exception):
-    """A peer sent something that the protocol does not allow."""
+MAX_HEADER_BYTES = 16 << 20
+MAX_NAME_CHARS = 100
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -130,6 +132,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Hash of names, shapes and dtypes (`manifest_digest`)."""
     checksum: str
     """Hash of all bytes (`weights.base.Checksum`), reported back by every receiver."""
+    bucket_bytes: int = 64 << 20
+    """Size of the buckets on the wire; with `tensors` it fixes where each tensor lies (`weights.base.BucketLayout`)."""
 
 
 class EpochInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -333,5 +337,143 @@ class Stop(Message):
 
 FromGenerator = Hello | Heartbeat | Finished | Returned | EpochJoined | Received | Loaded | Goodbye
 FromCoordinator = (
-    Welcome | Refused | Alive | Leases | Acknowledged | Cancelled | JoinEpoch | Publish | LoadSnapshot | RelabelVersion | Stop
+    Welcome
+    | Refused
+    | Alive
+    | Leases
+    | Acknowledged
+    | Cancelled
+    | JoinEpoch
+    | Publish
+    | LoadSnapshot
+    | RelabelVersion
+    | Stop
 )
+
+
+# --- codec --------------------------------------------------------------------------------------
+
+
+def encode(message: Message) -> list[Frame]:
+    """Frames of a message: the header, then one per array. Raises ValueError if no peer would take it."""
+    frames = encode_value(message)
+    kind, size = type(message).__name__, len(frames[0])
+    if len(frames) > MAX_FRAMES:
+        raise ValueError(f"{kind} has {len(frames)} frames, the limit is {MAX_FRAMES}; send fewer items in one message")
+    if size > MAX_HEADER_BYTES:
+        raise ValueError(
+            f"{kind} has a header of {size} bytes, the limit is {MAX_HEADER_BYTES}; "
+            "send fewer items in one message, or drop long columns from the dataset"
+        )
+    return frames
+
+
+def decode(frames: Sequence[Frame], kind: Any) -> Any:
+    """The message in `frames`; `kind` is `FromGenerator` or `FromCoordinator`. Raises ProtocolError and nothing else."""
+    message = decode_value(frames, kind, max_header_bytes=MAX_HEADER_BYTES, max_frames=MAX_FRAMES)
+    check = _CHECKS.get(type(message))
+    if check is not None:
+        check(message)
+    return message
+
+
+def _require(condition: bool, text: str) -> None:
+    if not condition:
+        raise ProtocolError(text)
+
+
+def _check_array(name: str, array: np.ndarray, dtype: str, length: int) -> None:
+    _require(array.dtype.name == dtype, f"{name} is {array.dtype}, expected {dtype}")
+    _require(array.shape == (length,), f"{name} has shape {list(array.shape)}, expected [{length}]")
+
+
+def check_trajectory(trajectory: Trajectory) -> None:
+    """Raise ProtocolError unless the parts of a trajectory agree with each other."""
+    length = trajectory.completion_ids.size
+    _check_array("completion_ids", trajectory.completion_ids, "int32", length)
+    _check_array("completion_mask", trajectory.completion_mask, "uint8", length)
+    _check_array("behavior_logprobs", trajectory.behavior_logprobs, "float32", length)
+    _require(length > 0 or trajectory.status == "failed", f"a {trajectory.status} trajectory has no tokens")
+    _require(not (trajectory.completion_ids < 0).any(), "completion_ids holds negative token ids")
+    _require(not (trajectory.completion_mask > 1).any(), "completion_mask holds values other than 0 and 1")
+    _require(
+        bool(np.isfinite(trajectory.behavior_logprobs).all()), "behavior_logprobs holds values that are not finite"
+    )
+    _check_versions(trajectory.versions, length)
+    if trajectory.status == "failed":
+        _require(trajectory.reward is None, f"a failed trajectory has reward {trajectory.reward}, expected none")
+    else:
+        finite = trajectory.reward is not None and math.isfinite(trajectory.reward)
+        _require(finite, f"a {trajectory.status} trajectory has reward {trajectory.reward}, expected a finite number")
+    for name in ("sample_s", "reward_s"):
+        _require(0 <= getattr(trajectory, name) < math.inf, f"{name} is {getattr(trajectory, name)}, expected >= 0")
+
+
+def _check_versions(spans: Sequence[VersionSpan], length: int) -> None:
+    """Spans must cover 0..length-1 in order, without gaps, and none may be empty."""
+    position = 0
+    for span in spans:
+        _require(span.version >= 0, f"version {span.version} is negative")
+        _require(span.start == position, f"version span starts at {span.start}, the one before ends at {position}")
+        _require(span.end > span.start, f"version span {span.start}..{span.end} is empty")
+        position = span.end
+    _require(position == length, f"version spans end at {position}, the completion has {length} tokens")
+
+
+def _check_key(key: LeaseKey) -> None:
+    _require(
+        min(key.ticket, key.member, key.attempt) >= 0, f"lease {key.ticket}/{key.member}/{key.attempt} is negative"
+    )
+
+
+def _check_version(version: int | None) -> None:
+    _require(version is None or version >= 0, f"policy_version is {version}, expected >= 0")
+
+
+def _check_hello(hello: Hello) -> None:
+    for name in ("name", "incarnation"):
+        value = getattr(hello, name)
+        fits = (
+            0 < len(value) <= MAX_NAME_CHARS and value.isascii() and value.isprintable() and not set(value) & set("/ ")
+        )
+        _require(fits, f"{name} must be 1 to {MAX_NAME_CHARS} printable ASCII characters without '/' and spaces")
+    _require(hello.slots >= 0, f"slots is {hello.slots}, expected >= 0")
+    _require(0 <= hello.receivers <= 1024, f"receivers is {hello.receivers}, expected 0 to 1024")
+    _check_version(hello.policy_version)
+    for key in hello.holding:
+        _check_key(key)
+
+
+def _check_heartbeat(heartbeat: Heartbeat) -> None:
+    _check_version(heartbeat.policy_version)
+    for key in heartbeat.holding:
+        _check_key(key)
+    for name in GeneratorStats.__struct_fields__:
+        value = getattr(heartbeat.stats, name)
+        _require(0 <= value < math.inf, f"stats.{name} is {value}, expected a finite number >= 0")
+
+
+def _check_finished(finished: Finished) -> None:
+    _check_key(finished.key)
+    check_trajectory(finished.trajectory)
+
+
+def _check_returned(returned: Returned) -> None:
+    for key in returned.keys:
+        _check_key(key)
+
+
+def _check_leases(leases: Leases) -> None:
+    for lease in leases.leases:
+        prompt = lease.problem.prompt_ids
+        _check_array("prompt_ids", prompt, "int32", prompt.size)
+        _require(prompt.size > 0, f"problem {lease.problem.id!r} has no prompt tokens")
+
+
+_CHECKS: dict[type, Callable[[Any], None]] = {
+    Hello: _check_hello,
+    Heartbeat: _check_heartbeat,
+    Finished: _check_finished,
+    Returned: _check_returned,
+    Leases: _check_leases,
+}
