@@ -153,7 +153,7 @@ class EpochInfo(msgspec.Struct, frozen=True, kw_only=True):
 # --- generator -> coordinator ------------------------------------------------------------------
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """First message of a connection, and again after every reconnect."""
 
     protocol: int
@@ -192,18 +192,18 @@ class GeneratorStats(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds the engine stood still for weight updates."""
 
 
-class Heartbeat(Message):
-    """Sent every heartbeat_s. The coordinator counts a member's free slots itself: slots minus its outstanding leases."""
+class Heartbeat(Message, frozen=True):
+    """Sent every heartbeat_s. The coordinator counts free slots itself: slots minus outstanding leases."""
 
     accepting: bool
     """False while no new lease is wanted (leaving, or loading for the first time)."""
     holding: tuple[LeaseKey, ...]
-    """Every lease received and not yet acknowledged; one sent long ago that is missing here was lost and is issued anew."""
+    """Every lease received and not yet acknowledged; one sent long ago and missing here was lost and is issued anew."""
     policy_version: int | None
     stats: GeneratorStats
 
 
-class Finished(Message):
+class Finished(Message, frozen=True):
     """One finished member. Sent again after a reconnect until acknowledged."""
 
     run_id: str
@@ -211,21 +211,21 @@ class Finished(Message):
     trajectory: Trajectory
 
 
-class Returned(Message):
+class Returned(Message, frozen=True):
     """Leases given back unfinished (the generator leaves)."""
 
     run_id: str
     keys: tuple[LeaseKey, ...]
 
 
-class EpochJoined(Message):
+class EpochJoined(Message, frozen=True):
     """The member stands in the group of `epoch` (or could not: error)."""
 
     epoch: int
     error: str | None = None
 
 
-class Received(Message):
+class Received(Message, frozen=True):
     """All bytes of a publication arrived (or did not: error); nothing is loaded yet."""
 
     version: int
@@ -235,7 +235,7 @@ class Received(Message):
     error: str | None = None
 
 
-class Loaded(Message):
+class Loaded(Message, frozen=True):
     """The engine samples with `version` from now on (or could not load it: error)."""
 
     version: int
@@ -246,7 +246,7 @@ class Loaded(Message):
     error: str | None = None
 
 
-class Goodbye(Message):
+class Goodbye(Message, frozen=True):
     """A clean leave; leases held are returned."""
 
     reason: str
@@ -255,7 +255,7 @@ class Goodbye(Message):
 # --- coordinator -> generator ------------------------------------------------------------------
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True):
     """Answer to Hello."""
 
     run_id: str
@@ -266,7 +266,7 @@ class Welcome(Message):
     max_message_bytes: int
 
 
-class Refused(Message):
+class Refused(Message, frozen=True):
     """The connection is not accepted; the reason is for people."""
 
     reason: str
@@ -274,39 +274,39 @@ class Refused(Message):
     """Whether trying again can help."""
 
 
-class Alive(Message):
+class Alive(Message, frozen=True):
     """Answer to every Heartbeat, so that a generator notices a dead or restarted learner."""
 
     run_id: str
     policy_version: int
 
 
-class Leases(Message):
+class Leases(Message, frozen=True):
     """Work."""
 
     leases: tuple[Lease, ...]
 
 
-class Acknowledged(Message):
+class Acknowledged(Message, frozen=True):
     """A Finished was taken care of; the generator forgets it."""
 
     key: LeaseKey
     outcome: Literal["stored", "duplicate", "unknown"]
 
 
-class Cancelled(Message):
+class Cancelled(Message, frozen=True):
     """Leases whose result is no longer wanted."""
 
     keys: tuple[LeaseKey, ...]
 
 
-class JoinEpoch(Message):
+class JoinEpoch(Message, frozen=True):
     """Build the broadcast group of this epoch."""
 
     info: EpochInfo
 
 
-class Publish(Message):
+class Publish(Message, frozen=True):
     """A publication follows in the group of `epoch`: receive, then load without waiting for another word."""
 
     epoch: int
@@ -314,7 +314,7 @@ class Publish(Message):
     deadline_s: float
 
 
-class LoadSnapshot(Message):
+class LoadSnapshot(Message, frozen=True):
     """Load the last published version from a safetensors file: from `path` if visible, else from `url`."""
 
     manifest: Manifest
@@ -323,13 +323,13 @@ class LoadSnapshot(Message):
     deadline_s: float
 
 
-class RelabelVersion(Message):
+class RelabelVersion(Message, frozen=True):
     """To members that load no weights: count as `version` from now on."""
 
     version: int
 
 
-class Stop(Message):
+class Stop(Message, frozen=True):
     """The run is over, or does not want this generator."""
 
     reason: str
@@ -369,7 +369,7 @@ def encode(message: Message) -> list[Frame]:
 
 
 def decode(frames: Sequence[Frame], kind: Any) -> Any:
-    """The message in `frames`; `kind` is `FromGenerator` or `FromCoordinator`. Raises ProtocolError and nothing else."""
+    """The message in `frames`; `kind` is `FromGenerator` or `FromCoordinator`. Raises only ProtocolError."""
     message = decode_value(frames, kind, max_header_bytes=MAX_HEADER_BYTES, max_frames=MAX_FRAMES)
     check = _CHECKS.get(type(message))
     if check is not None:

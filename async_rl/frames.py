@@ -1,0 +1,177 @@
+"""Plain values with numpy arrays to byte frames and back: one msgpack header, then each array's raw bytes.
+
+In the header an array is an extension object that holds (frame index, dtype, shape). Decoding trusts
+nothing: every frame must be used exactly once and hold exactly the bytes that dtype and shape say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+Frame = bytes | bytearray | memoryview
+
+DTYPES = ("int32", "int64", "uint8", "float32", "float64")
+_ITEMSIZE = {name: np.dtype(name).itemsize for name in DTYPES}
+_ARRAY_CODE = 1
+_MAX_DIMENSIONS = 8
+_MAX_ELEMENTS = 1 << 40
+_ALIGNMENT = 16
+
+
+class ProtocolError(Exception):
+    """A peer sent something that the protocol does not allow."""
+
+
+class _ArrayRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where an array's bytes are, and how to read them."""
+
+    frame: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+_REF_ENCODER = msgspec.msgpack.Encoder()
+_REF_DECODER = msgspec.msgpack.Decoder(_ArrayRef)
+
+
+def encode_value(value: Any) -> list[Frame]:
+    """Frames of a value: structs, plain data, numpy scalars and arrays (which are viewed, not copied).
+
+    Raises TypeError for anything else and for arrays of a dtype outside `DTYPES`.
+    """
+    frames: list[Frame] = [b""]
+
+    def hook(item: Any) -> Any:
+        if isinstance(item, np.generic):
+            return item.item()
+        if not isinstance(item, np.ndarray):
+            raise TypeError(f"cannot encode a {type(item).__name__}; use plain data, structs or numpy arrays")
+        reference = _ArrayRef(len(frames), item.dtype.name, item.shape)
+        frames.append(_array_bytes(item))
+        return msgspec.msgpack.Ext(_ARRAY_CODE, _REF_ENCODER.encode(reference))
+
+    frames[0] = msgspec.msgpack.encode(value, enc_hook=hook)
+    return frames
+
+
+def _array_bytes(array: np.ndarray) -> Frame:
+    """The array's bytes in C order, little-endian."""
+    if array.dtype.name not in DTYPES:
+        raise TypeError(f"cannot encode an array of {array.dtype}; convert it to one of {', '.join(DTYPES)}")
+    if not array.size:
+        return b""
+    little = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    return np.ascontiguousarray(little).reshape(-1).view(np.uint8).data.toreadonly()
+
+
+def decode_value(
+    frames: Sequence[Frame], kind: Any = Any, *, max_header_bytes: int | None = None, max_frames: int | None = None
+) -> Any:
+    """The value of `kind` (any msgspec type) in `frames`; its arrays are read-only views of them.
+
+    Without a `kind` structs come back as dicts and tuples as lists. Raises ProtocolError, and nothing else,
+    for whatever is not what `encode_value` writes.
+    """
+    if not frames:
+        raise ProtocolError("no frames; expected a header")
+    if max_frames is not None and len(frames) > max_frames:
+        raise ProtocolError(f"{len(frames)} frames exceed the limit of {max_frames}")
+    header = memoryview(frames[0])
+    if max_header_bytes is not None and header.nbytes > max_header_bytes:
+        raise ProtocolError(f"header of {header.nbytes} bytes exceeds the limit of {max_header_bytes}")
+    arrays = _Arrays(frames)
+    decoder = msgspec.msgpack.Decoder(kind, dec_hook=_expect, ext_hook=arrays.read)
+    try:
+        value = decoder.decode(header)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ProtocolError(one_line(f"malformed header: {error}")) from None
+    if arrays.unused:
+        raise ProtocolError(f"frame {min(arrays.unused)} of {len(frames)} is not used by the header")
+    return value
+
+
+def _expect(kind: type, item: Any) -> Any:
+    """Called by msgspec for types that it does not know: only arrays are allowed, and they are read already."""
+    if kind is np.ndarray and isinstance(item, np.ndarray):
+        return item
+    raise msgspec.ValidationError(f"Expected `{kind.__name__}`, got `{type(item).__name__}`")
+
+
+class _Arrays:
+    """Reads array references of one header and keeps account of the frames."""
+
+    def __init__(self, frames: Sequence[Frame]) -> None:
+        self._frames = frames
+        self.unused = set(range(1, len(frames)))
+
+    def read(self, code: int, data: memoryview) -> np.ndarray:
+        if code != _ARRAY_CODE:
+            raise msgspec.ValidationError(f"unknown extension code {code}")
+        reference = _REF_DECODER.decode(data)
+        if reference.frame not in self.unused:
+            raise msgspec.ValidationError(f"frame {reference.frame} does not exist or is used twice")
+        self.unused.remove(reference.frame)
+        return _view(memoryview(self._frames[reference.frame]), reference)
+
+
+def _view(frame: memoryview, reference: _ArrayRef) -> np.ndarray:
+    """A read-only array over `frame`, copied only where its memory is not aligned for the dtype."""
+    itemsize = _ITEMSIZE.get(reference.dtype)
+    if itemsize is None:
+        raise msgspec.ValidationError(f"dtype {reference.dtype!r} is not one of {', '.join(DTYPES)}")
+    shape = reference.shape
+    if len(shape) > _MAX_DIMENSIONS or min(shape, default=0) < 0 or math.prod(max(n, 1) for n in shape) > _MAX_ELEMENTS:
+        raise msgspec.ValidationError(f"shape {shape} is out of bounds")
+    expected = math.prod(shape) * itemsize
+    if expected != frame.nbytes:
+        text = f"frame {reference.frame} has {frame.nbytes} bytes, {reference.dtype}{list(shape)} has {expected}"
+        raise msgspec.ValidationError(text)
+    array: np.ndarray = np.ndarray(shape, np.dtype(reference.dtype).newbyteorder("<"), buffer=frame)
+    if not array.flags.aligned:
+        array = array.copy()
+    array.flags.writeable = False
+    return array
+
+
+def join_frames(frames: Sequence[Frame]) -> bytes:
+    """All frames as one block (for a file or a broadcast): a table of lengths, then each frame, aligned."""
+    table = msgspec.msgpack.encode([memoryview(frame).nbytes for frame in frames])
+    parts: list[Frame] = [len(table).to_bytes(8, "little"), table]
+    position = 8 + len(table)
+    for frame in frames:
+        padding = -position % _ALIGNMENT
+        parts += [bytes(padding), frame]
+        position += padding + memoryview(frame).nbytes
+    return b"".join(parts)
+
+
+def split_frames(block: Frame) -> list[memoryview]:
+    """The frames of a block made by `join_frames`, as views of it; raises ProtocolError if it is damaged."""
+    view = memoryview(block).cast("B").toreadonly()
+    position = 8 + int.from_bytes(view[:8], "little")
+    if len(view) < 8 or position > len(view):
+        raise ProtocolError(f"block of {len(view)} bytes ends within its table of lengths")
+    try:
+        lengths = msgspec.msgpack.decode(view[8:position], type=list[int])
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(one_line(f"malformed table of lengths: {error}")) from None
+    frames = []
+    for length in lengths:
+        position += -position % _ALIGNMENT
+        if length < 0 or position + length > len(view):
+            raise ProtocolError(f"frame of {length} bytes at {position} is outside the block of {len(view)} bytes")
+        frames.append(view[position : position + length])
+        position += length
+    if position != len(view):
+        raise ProtocolError(f"{len(view) - position} bytes follow the last frame")
+    return frames
+
+
+def one_line(text: str, limit: int = 300) -> str:
+    """Text of a peer made safe to print: one line, printable characters only, bounded."""
+    return "".join(c if c.isprintable() else "?" for c in " ".join(text[: 4 * limit].split()))[:limit]
