@@ -1,0 +1,302 @@
+"""Relations between settings: what cannot work is refused before anything starts, with the smallest values that do."""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+from collections.abc import Callable, Iterable, Mapping
+from math import gcd
+
+from async_rl.config.fields import settings
+from async_rl.config.schema import (
+    ArithmeticEnvironment,
+    Config,
+    FunctionEnvironment,
+    GrpoAdvantage,
+    StalenessConfig,
+    VllmEngine,
+)
+
+
+class ConfigError(ValueError):
+    """The user's settings cannot be used; the message is one line that says why and what would work."""
+
+
+def nearest(name: str, candidates: Iterable[str]) -> str | None:
+    """The candidate closest to a misspelt name: by whole path, or by its last word where that is exact."""
+    candidates = list(candidates)
+    last = name.rpartition(".")[2]
+    same_word = [c for c in candidates if c.rpartition(".")[2] == last]
+    close = difflib.get_close_matches(name, candidates, n=1, cutoff=0.6)
+    if same_word:
+        return difflib.get_close_matches(name, same_word, n=1, cutoff=0.0)[0]
+    return close[0] if close else None
+
+
+def reorder_window(staleness: StalenessConfig, batch_groups: int) -> int:
+    """Window W of overdue='wait', in tickets."""
+    return staleness.reorder_window if staleness.reorder_window is not None else batch_groups
+
+
+def run_ahead(staleness: StalenessConfig, batch_groups: int) -> int:
+    """Batches that may be issued beyond the version loaded (docs/staleness.md); negative: none could ever be issued."""
+    if staleness.overdue != "wait":
+        return staleness.max_staleness
+    return staleness.max_staleness - -(-(reorder_window(staleness, batch_groups) - 1) // batch_groups)
+
+
+def nearest_multiples(value: int, of: int) -> tuple[int, ...]:
+    """The multiples just below and just above a value, without zero: (510, 516) for 512 and 6."""
+    below = value // of * of
+    return tuple(n for n in (below, below + of) if n > 0)
+
+
+def _either(values: Iterable[int]) -> str:
+    return " or ".join(map(str, values))
+
+
+def _check_progress(config: Config) -> None:
+    """run_ahead >= publish_every - 1, or the batch that the learner waits for can never fill."""
+    staleness, groups = config.staleness, config.learner.batch_groups
+    ahead = run_ahead(staleness, groups)
+    if staleness.publish_every <= ahead + 1:
+        return
+    missing = staleness.publish_every - 1 - ahead
+    ways = [f"staleness.max_staleness = {staleness.max_staleness + missing}"]
+    if ahead >= 0:
+        ways.append(f"staleness.publish_every = {ahead + 1}")
+    if staleness.overdue == "wait" and staleness.max_staleness >= staleness.publish_every - 1:
+        ways.append(
+            f"staleness.reorder_window = {(staleness.max_staleness - staleness.publish_every + 1) * groups + 1}"
+        )
+    raise ConfigError(
+        f"staleness.publish_every = {staleness.publish_every} cannot make progress: with max_staleness = "
+        f"{staleness.max_staleness} and overdue = {staleness.overdue!r} generators may run {ahead} batches ahead, and "
+        f"publish_every may be at most {max(ahead + 1, 0)}; the smallest changes that work: {' or '.join(ways)}"
+    )
+
+
+def _check_split(config: Config) -> None:
+    """Every mini-batch has the same number of trajectories, or updates would differ in size."""
+    groups, size, parts = config.learner.batch_groups, config.sampling.group_size, config.learner.minibatches
+    rows = groups * size
+    if rows % parts == 0:
+        return
+    step = parts // gcd(parts, size)
+    raise ConfigError(
+        f"learner.minibatches = {parts} does not divide the {rows} trajectories of a batch (learner.batch_groups = {groups}"
+        f" x sampling.group_size = {size}); nearest that work: {_either(nearest_multiples(rows, parts))} trajectories, "
+        f"with this group_size learner.batch_groups = {_either(nearest_multiples(groups, step))}"
+    )
+
+
+def _check_sampling(config: Config) -> None:
+    sampling, advantage = config.sampling, config.algorithm.advantage
+    if sampling.top_p < 1:
+        raise ConfigError(
+            f"sampling.top_p = {sampling.top_p} changes the behavior distribution, and importance ratios would be "
+            "wrong; training needs sampling.top_p = 1"
+        )
+    if sampling.group_size < 2:
+        name = "grpo" if isinstance(advantage, GrpoAdvantage) else "rloo"
+        raise ConfigError(
+            f"sampling.group_size = {sampling.group_size}: advantage {name!r} compares the members of a group; "
+            "the smallest that works is sampling.group_size = 2"
+        )
+    engine = config.generator.engine
+    longest = config.data.max_prompt_tokens + sampling.max_completion_tokens
+    if isinstance(engine, VllmEngine) and engine.max_model_len is not None and engine.max_model_len < longest:
+        raise ConfigError(
+            f"generator.engine.max_model_len = {engine.max_model_len} is shorter than data.max_prompt_tokens + "
+            f"sampling.max_completion_tokens = {longest}; raise it to {longest} or lower the other two"
+        )
+
+
+def _check_schedule(config: Config) -> None:
+    learner, steps = config.learner, config.run.steps
+    if learner.warmup_steps >= steps and learner.warmup_steps > 0:
+        raise ConfigError(
+            f"learner.warmup_steps = {learner.warmup_steps} leaves no step at the full rate: run.steps = {steps}; "
+            f"the largest that works is {steps - 1}"
+        )
+    if learner.max_grad_norm is not None and learner.max_grad_norm <= 0:
+        raise ConfigError(
+            f'learner.max_grad_norm = {learner.max_grad_norm}: expected a number > 0, or "none" for no clipping'
+        )
+    if not all(0 <= beta < 1 for beta in learner.betas):
+        raise ConfigError(
+            f"learner.betas = {list(learner.betas)}: each must be at least 0 and below 1, such as [0.9, 0.95]"
+        )
+    correction = config.algorithm.correction
+    if correction.floor > correction.cap:
+        raise ConfigError(
+            f"algorithm.correction.floor = {correction.floor} is above algorithm.correction.cap = {correction.cap}: "
+            "no token would stay in the loss"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address can be reached from this machine only."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _check_transport(config: Config) -> None:
+    transport = config.transport
+    if not is_loopback(transport.host) and not transport.insecure:
+        raise ConfigError(
+            f"transport.host = {transport.host!r} can be reached from other machines, and nothing protects it; "
+            "use 127.0.0.1, or transport.insecure = true on a network that you trust"
+        )
+    if transport.heartbeat_timeout_s < 2 * transport.heartbeat_s:
+        raise ConfigError(
+            f"transport.heartbeat_timeout_s = {transport.heartbeat_timeout_s} would evict a generator for one late "
+            f"heartbeat; it must be at least 2 x transport.heartbeat_s = {2 * transport.heartbeat_s}"
+        )
+    if config.weights.backend == "nccl" and config.learner.device == "cpu":
+        raise ConfigError("weights.backend = 'nccl' needs GPUs, and learner.device = 'cpu'; use gloo or auto")
+
+
+def _check_data(config: Config) -> None:
+    environment, data, evaluation = config.environment, config.data, config.evaluation
+    if not isinstance(environment, ArithmeticEnvironment) and data.path is None:
+        name = environment.__struct_config__.tag
+        raise ConfigError(
+            f"data.path is missing: environment {name!r} takes its problems from a .parquet or .jsonl file"
+        )
+    if evaluation.every > 0 and data.eval_path is None and data.eval_problems == 0:
+        raise ConfigError(
+            f"evaluation.every = {evaluation.every} has nothing to evaluate: set data.eval_problems >= 1, "
+            "data.eval_path, or evaluation.every = 0"
+        )
+    if config.run.stop_at_accuracy is not None and evaluation.every == 0:
+        raise ConfigError(
+            f"run.stop_at_accuracy = {config.run.stop_at_accuracy} needs evaluations: set evaluation.every >= 1"
+        )
+
+
+def check_num_problems(config: Config, num_problems: int) -> None:
+    """Refuse a dataset that ends before the run does; `num_problems` counts training problems after all filters."""
+    data, needed = config.data, config.learner.batch_groups * config.run.steps
+    if num_problems < 1:
+        raise ConfigError(f"data.path = {data.path!r} holds no problem to train on")
+    if data.epochs is None or num_problems * data.epochs >= needed:
+        return
+    steps = num_problems * data.epochs // config.learner.batch_groups
+    ways = [f"data.epochs = {-(-needed // num_problems)}", 'data.epochs = "none"']
+    if steps:
+        ways.append(f"run.steps = {steps}")
+    raise ConfigError(
+        f"{num_problems} problems x data.epochs = {data.epochs} are fewer than the {needed} that "
+        f"run.steps = {config.run.steps} of learner.batch_groups = {config.learner.batch_groups} need; what works: {' or '.join(ways)}"
+    )
+
+
+def _poses_its_own(config: Config) -> bool:
+    return isinstance(config.environment, ArithmeticEnvironment)
+
+
+_ARITHMETIC = ("environment.type", "the arithmetic environment poses its own problems", _poses_its_own)
+_NO_EVALUATION = ("evaluation.every", "evaluation.every is 0", lambda c: c.evaluation.every == 0)
+_NO_CORRECTION = (
+    "algorithm.correction.level",
+    "algorithm.correction.level is 'none'",
+    lambda c: c.algorithm.correction.level == "none",
+)
+
+_WITHOUT_EFFECT: dict[str, tuple[str, str, Callable[[Config], bool]]] = {
+    "staleness.reorder_window": (
+        "staleness.overdue",
+        "only staleness.overdue = 'wait' has a window",
+        lambda c: c.staleness.overdue != "wait",
+    ),
+    "learner.min_lr_ratio": ("learner.decay", "learner.decay is 'constant'", lambda c: c.learner.decay == "constant"),
+    "algorithm.constant_length": (
+        "algorithm.reduction",
+        "only algorithm.reduction = 'constant' divides by it",
+        lambda c: c.algorithm.reduction != "constant",
+    ),
+    "algorithm.correction.cap": _NO_CORRECTION,
+    "algorithm.correction.mode": _NO_CORRECTION,
+    "algorithm.correction.floor": (
+        "algorithm.correction.mode",
+        "only algorithm.correction.mode = 'mask' has a floor",
+        lambda c: c.algorithm.correction.level == "none" or c.algorithm.correction.mode != "mask",
+    ),
+    "data.path": _ARITHMETIC,
+    "data.eval_path": _ARITHMETIC,
+    "data.prompt_column": _ARITHMETIC,
+    "data.answer_column": _ARITHMETIC,
+    "data.epochs": _ARITHMETIC,
+    "evaluation.samples": _NO_EVALUATION,
+    "evaluation.temperature": _NO_EVALUATION,
+    "rewards.max_batch": (
+        "environment.batch",
+        "only a batch reward function scores several completions at once",
+        lambda c: not (isinstance(c.environment, FunctionEnvironment) and c.environment.batch),
+    ),
+    "transport.insecure": (
+        "transport.host",
+        "transport.host is a loopback address",
+        lambda c: is_loopback(c.transport.host),
+    ),
+}
+"""Setting -> the switch that takes its effect away, the reason for people, and whether it does so now."""
+
+
+def _value(config: Config, path: str) -> object:
+    value: object = config
+    for key in path.split("."):
+        value = getattr(value, key, None)
+    return value
+
+
+def without_effect(config: Config) -> dict[str, str]:
+    """Settings that change nothing given the others, each with the reason."""
+    return {path: reason for path, (_, reason, off) in _WITHOUT_EFFECT.items() if off(config)}
+
+
+def _check_effect(config: Config, ranks: Mapping[str, int], default: Mapping[str, object]) -> None:
+    """A setting without effect is a mistake, unless a later layer turned off what an earlier one had set up."""
+    for path, reason in without_effect(config).items():
+        switch = _WITHOUT_EFFECT[path][0]
+        value = _value(config, path)
+        if path in ranks and value != default[path] and ranks[path] >= ranks.get(switch, 0):
+            raise ConfigError(f"{path} = {value!r} has no effect: {reason}; remove it or change {switch}")
+
+
+def check_config(config: Config, ranks: Mapping[str, int] | None = None) -> None:
+    """Raise ConfigError for settings that cannot work together; `ranks` says in which layer each was given."""
+    for check in (_check_sampling, _check_split, _check_progress, _check_schedule, _check_transport, _check_data):
+        check(config)
+    _check_effect(config, ranks or {}, {setting.path: setting.default for setting in settings()})
+
+
+def warnings(config: Config) -> list[str]:
+    """Settings that work but are rarely meant, one line each."""
+    found = []
+    staleness, generator = config.staleness, config.generator
+    if staleness.max_staleness > 0 and staleness.overdue == "mask" and generator.running_requests == "finish":
+        found.append(
+            "generator.running_requests = 'finish' holds every update until the longest completion ends, and a slow trajectory "
+            "is old as a whole: staleness.overdue = 'mask' will mask much of it; 'recompute' updates in flight"
+        )
+    longest = config.data.max_prompt_tokens + config.sampling.max_completion_tokens
+    if longest > config.learner.micro_batch_tokens:
+        found.append(
+            f"learner.micro_batch_tokens = {config.learner.micro_batch_tokens} is less than the longest trajectory "
+            f"({longest} tokens): such a trajectory is a micro-batch of its own, larger than the budget"
+        )
+    if config.run.stall_timeout_s <= config.weights.deadline_s:
+        found.append(
+            f"run.stall_timeout_s = {config.run.stall_timeout_s} ends the run before weights.deadline_s = "
+            f"{config.weights.deadline_s} can evict a generator that hangs during a publication"
+        )
+    if config.sampling.temperature != 1 and config.evaluation.every and config.evaluation.temperature == 1:
+        found.append(
+            f"evaluation.temperature = 1 while training samples at {config.sampling.temperature}: "
+            "held-out accuracy and reward will differ"
+        )
+    return found

@@ -1,0 +1,154 @@
+"""Loading: sparse TOML files, combined by `base`, then overrides `section.key=value`, into one checked `Config`.
+
+Layers are merged in order: the files named in `base` (later wins), the file itself, the overrides.
+Where a layer gives a tagged union another `type`, the keys of the old type are dropped. The text "none"
+switches off a setting whose type allows that, since TOML has no null.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import inspect
+
+from async_rl.config.checks import ConfigError, check_config
+from async_rl.config.fields import alternatives, settings
+from async_rl.config.merge import Layers, number, parse_value, type_at
+from async_rl.config.schema import Config
+
+COMMAND_LINE = "command line"
+
+
+def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
+    """Load a TOML file (or the config.json of a run) with overrides; raises ConfigError with one line."""
+    path = Path(path)
+    return _build(_read(path), overrides, resolved=path.suffix == ".json")
+
+
+def build_config(data: Mapping[str, Any], overrides: Sequence[str] = (), source: str = "settings") -> Config:
+    """A checked `Config` out of nested dicts, as a file would give them; raises ConfigError with one line."""
+    return _build([(source, data)], overrides)
+
+
+def dump_config(config: Config) -> dict[str, Any]:
+    """All settings as plain data, as they stand in <run.dir>/config.json."""
+    return msgspec.to_builtins(config)
+
+
+def dump_json(config: Config) -> str:
+    """All settings as indented JSON; `load_config` reads it back."""
+    return json.dumps(dump_config(config), indent=2, ensure_ascii=False) + "\n"
+
+
+def _read(path: Path, seen: tuple[Path, ...] = ()) -> list[tuple[str, Mapping[str, Any]]]:
+    """The layers of a file as (source, values): those of its bases first."""
+    if path.resolve() in seen:
+        raise ConfigError(
+            f"{path}: base files name each other in a circle: {' -> '.join(p.name for p in seen)} -> {path.name}"
+        )
+    data = _parse_file(path)
+    base = data.pop("base", [])
+    bases = [base] if isinstance(base, str) else base
+    if not isinstance(bases, list) or not all(isinstance(name, str) for name in bases):
+        raise ConfigError(
+            f'{path}: base = {base!r}: expected a file name or a list of them, such as base = "small.toml"'
+        )
+    below = [layer for name in bases for layer in _read(path.parent / name, (*seen, path.resolve()))]
+    return [*below, (str(path), data)]
+
+
+def _parse_file(path: Path) -> dict[str, Any]:
+    is_json = path.suffix == ".json"
+    try:
+        text = path.read_text(encoding="utf-8")
+        data = json.loads(text) if is_json else tomllib.loads(text)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid {'JSON' if is_json else 'TOML'}: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: holds a {type(data).__name__}, not sections of settings")
+    return data
+
+
+def _build(files: Sequence[tuple[str, Mapping[str, Any]]], overrides: Sequence[str], resolved: bool = False) -> Config:
+    layers = Layers()
+    for source, data in files:
+        layers.begin(source)
+        layers.add(data)
+    if resolved:
+        # A resolved file gives every key, so none of them says what the user chose.
+        layers.ranks.clear()
+    _add_overrides(layers, overrides)
+    _refuse_nonfinite(layers.data, "", layers.sources)
+    try:
+        config = msgspec.convert(layers.data, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_one_line(error, layers)) from error
+    check_config(config, layers.ranks)
+    return config
+
+
+def _add_overrides(layers: Layers, overrides: Sequence[str]) -> None:
+    pairs = []
+    for override in overrides:
+        path, equals, text = (part.strip() for part in override.partition("="))
+        if not equals or not path:
+            raise ConfigError(
+                f"{COMMAND_LINE}: {override!r} is not of the form section.key=value, such as learner.lr=1e-6"
+            )
+        pairs.append((path, text))
+    # Types first, so that the order on the command line does not matter.
+    pairs.sort(key=lambda pair: not pair[0].endswith(".type"))
+    layers.begin(COMMAND_LINE)
+    for path, text in pairs:
+        value = parse_value(text, type_at(path, layers.data))
+        for key in reversed(path.split(".")):
+            value = {key: value}
+        layers.add(value)
+
+
+def _refuse_nonfinite(data: Any, path: str, sources: Mapping[str, str]) -> None:
+    if isinstance(data, Mapping):
+        for key, value in data.items():
+            _refuse_nonfinite(value, f"{path}.{key}".lstrip("."), sources)
+    elif isinstance(data, float) and not math.isfinite(data):
+        raise ConfigError(f"{sources[path]}: {path} = {data}: expected a finite number")
+
+
+def _one_line(error: msgspec.ValidationError, layers: Layers) -> str:
+    """Source, setting, value, and what was expected, out of msgspec's message."""
+    message, _, where = str(error).partition(" - at `$")
+    item_path = where.rstrip("`").lstrip(".")
+    if missing := re.search(r"missing required field `(\w+)`", message):
+        return _missing(f"{item_path}.{missing[1]}".lstrip("."))
+    path = re.sub(r"\[.*", "", item_path)
+    value: Any = layers.data
+    for key in re.findall(r"[^.\[\]]+", item_path):
+        value = value[int(key)] if isinstance(value, list) else value[key]
+    expected = _choices(path) if message.startswith("Invalid enum") else message.replace("`", "").replace("E", "e", 1)
+    hint = "; write the number without quotes" if isinstance(value, str) and isinstance(number(value), float) else ""
+    return f"{layers.sources[path]}: {item_path} = {value!r}: {expected}{hint}"
+
+
+def _missing(path: str) -> str:
+    leaf = next(setting for setting in settings() if setting.path.startswith(path))
+    return f"{leaf.path} is missing ({leaf.help.rstrip('.')})"
+
+
+def _choices(path: str) -> str:
+    """The values of a setting, or of the items of one that is a list."""
+    found = []
+    for setting in settings():
+        if setting.path == path:
+            for member in alternatives(setting.type):
+                member = member.item_type if isinstance(member, inspect.VarTupleType) else member
+                found += [str(value) for value in member.values] if isinstance(member, inspect.LiteralType) else []
+    return f"expected one of {', '.join(found)}"
