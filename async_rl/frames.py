@@ -39,7 +39,7 @@ _REF_ENCODER = msgspec.msgpack.Encoder()
 _REF_DECODER = msgspec.msgpack.Decoder(_ArrayRef)
 
 
-def encode_value(value: Any) -> list[Frame]:
+def value_to_frames(value: Any) -> list[Frame]:
     """Frames of a value: structs, plain data, numpy scalars and arrays (which are viewed, not copied).
 
     Raises TypeError for anything else and for arrays of a dtype outside `DTYPES`.
@@ -69,13 +69,13 @@ def _array_bytes(array: np.ndarray) -> Frame:
     return np.ascontiguousarray(little).reshape(-1).view(np.uint8).data.toreadonly()
 
 
-def decode_value(
+def value_from_frames(
     frames: Sequence[Frame], kind: Any = Any, *, max_header_bytes: int | None = None, max_frames: int | None = None
 ) -> Any:
     """The value of `kind` (any msgspec type) in `frames`; its arrays are read-only views of them.
 
     Without a `kind` structs come back as dicts and tuples as lists. Raises ProtocolError, and nothing else,
-    for whatever is not what `encode_value` writes.
+    for whatever is not what `value_to_frames` writes.
     """
     if not frames:
         raise ProtocolError("no frames; expected a header")
@@ -170,6 +170,16 @@ def split_frames(block: Frame) -> list[memoryview]:
     if position != len(view):
         raise ProtocolError(f"{len(view) - position} bytes follow the last frame")
     return frames
+
+
+def encode_value(value: Any) -> bytes:
+    """A value as one block of bytes, for a checkpoint or a broadcast; see `value_to_frames` for what it may hold."""
+    return join_frames(value_to_frames(value))
+
+
+def decode_value(block: Frame, kind: Any = Any) -> Any:
+    """The value in a block of `encode_value`, its arrays as views of the block. Raises only ProtocolError."""
+    return value_from_frames(split_frames(block), kind)
 
 
 def one_line(text: str, limit: int = 300) -> str:

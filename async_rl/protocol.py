@@ -13,7 +13,14 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from async_rl.frames import Frame, ProtocolError, decode_value, encode_value
+from async_rl.frames import (
+    Frame,
+    ProtocolError,
+    decode_value,
+    encode_value,
+    value_from_frames,
+    value_to_frames,
+)
 
 __all__ = ["ProtocolError", "decode", "decode_value", "encode", "encode_value"]
 
@@ -356,7 +363,7 @@ FromCoordinator = (
 
 def encode(message: Message) -> list[Frame]:
     """Frames of a message: the header, then one per array. Raises ValueError if no peer would take it."""
-    frames = encode_value(message)
+    frames = value_to_frames(message)
     kind, size = type(message).__name__, len(frames[0])
     if len(frames) > MAX_FRAMES:
         raise ValueError(f"{kind} has {len(frames)} frames, the limit is {MAX_FRAMES}; send fewer items in one message")
@@ -370,7 +377,7 @@ def encode(message: Message) -> list[Frame]:
 
 def decode(frames: Sequence[Frame], kind: Any) -> Any:
     """The message in `frames`; `kind` is `FromGenerator` or `FromCoordinator`. Raises only ProtocolError."""
-    message = decode_value(frames, kind, max_header_bytes=MAX_HEADER_BYTES, max_frames=MAX_FRAMES)
+    message = value_from_frames(frames, kind, max_header_bytes=MAX_HEADER_BYTES, max_frames=MAX_FRAMES)
     check = _CHECKS.get(type(message))
     if check is not None:
         check(message)

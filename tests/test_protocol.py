@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl import protocol
-from async_rl.frames import join_frames, split_frames
+from async_rl.frames import split_frames, value_from_frames, value_to_frames
 from async_rl.protocol import (
     Finished,
     FromCoordinator,
@@ -98,7 +98,7 @@ def test_arrays_are_views_and_read_only() -> None:
 
 def test_sending_does_not_copy_arrays() -> None:
     array = np.arange(1000, dtype=np.float32)
-    assert np.shares_memory(np.frombuffer(encode_value(array)[1], np.uint8), array)
+    assert np.shares_memory(np.frombuffer(value_to_frames(array)[1], np.uint8), array)
 
 
 def test_a_message_of_the_other_direction_is_refused() -> None:
@@ -201,14 +201,14 @@ def header_with(frame: int = 1, dtype: str = "int32", shape: tuple[int, ...] = (
 )
 def test_damaged_frames_are_refused(frames: list[bytes], reason: str) -> None:
     with pytest.raises(ProtocolError, match=reason):
-        decode_value(frames)
+        value_from_frames(frames)
 
 
 def test_one_frame_cannot_serve_two_arrays() -> None:
-    one = encode_value([np.zeros(2, np.int32)])
+    one = value_to_frames([np.zeros(2, np.int32)])
     twice = msgspec.msgpack.encode([msgspec.msgpack.Ext(1, msgspec.msgpack.encode((1, "int32", (2,))))] * 2)
     with pytest.raises(ProtocolError, match="used twice"):
-        decode_value([twice, one[1]])
+        value_from_frames([twice, one[1]])
 
 
 def test_limits_hold_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +222,7 @@ def test_limits_hold_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "MAX_HEADER_BYTES", 100)
     with pytest.raises(ProtocolError, match="exceeds the limit of 100"):
         decode(frames, FromGenerator)
-    with pytest.raises(ValueError, match="Finished has a header of .* the limit is 100"):
+    with pytest.raises(ValueError, match=r"Finished has a header of .* the limit is 100"):
         encode(finished())
 
 
@@ -234,10 +234,10 @@ def test_a_peer_cannot_write_control_characters_into_a_log() -> None:
 
 
 def test_what_cannot_be_encoded_is_named() -> None:
-    with pytest.raises(TypeError, match="Fraction|object"):
-        encode_value({"answer": object()})
+    with pytest.raises(TypeError, match="cannot encode a object"):
+        value_to_frames({"answer": object()})
     with pytest.raises(TypeError, match="cannot encode an array of complex64"):
-        encode_value(np.zeros(2, np.complex64))
+        value_to_frames(np.zeros(2, np.complex64))
 
 
 # --- any values, any damage ---------------------------------------------------------------------
@@ -261,9 +261,8 @@ def arrays(draw: st.DrawFn) -> np.ndarray:
 
 @given(plain=PLAIN, items=st.lists(arrays(), max_size=4))
 def test_values_survive_frames_and_blocks(plain: Any, items: list[np.ndarray]) -> None:
-    frames = encode_value({"plain": plain, "arrays": items})
-    for received in (as_received(frames), split_frames(join_frames(frames))):
-        got = decode_value(received)
+    frames = value_to_frames({"plain": plain, "arrays": items})
+    for got in (value_from_frames(as_received(frames)), decode_value(encode_value({"plain": plain, "arrays": items}))):
         assert got["plain"] == plain
         for sent, array in zip(items, got["arrays"], strict=True):
             assert array.shape == sent.shape and array.dtype.name == sent.dtype.name and array.flags.aligned
@@ -272,7 +271,7 @@ def test_values_survive_frames_and_blocks(plain: Any, items: list[np.ndarray]) -
 
 def test_a_typed_value_comes_back_as_its_type() -> None:
     value = {"group": (trajectory(), trajectory(reward=0.25))}
-    got = decode_value(as_received(encode_value(value)), dict[str, tuple[Trajectory, ...]])
+    got = decode_value(encode_value(value), dict[str, tuple[Trajectory, ...]])
     assert [item.reward for item in got["group"]] == [0.75, 0.25]
     np.testing.assert_array_equal(got["group"][1].completion_ids, [5, 6, 7, 2])
 
@@ -322,6 +321,6 @@ def test_damaged_blocks_never_raise_anything_else(block: bytes) -> None:
 
 @given(cut=st.integers(0, 10_000))
 def test_truncated_blocks_are_refused(cut: int) -> None:
-    block = join_frames(encode(finished()))
+    block = encode_value(finished())
     with pytest.raises(ProtocolError):
-        split_frames(block[: cut % len(block)])
+        decode_value(block[: cut % len(block)], Finished)
