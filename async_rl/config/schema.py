@@ -153,7 +153,21 @@ class RlooAdvantage(Section, tag="rloo", tag_field="type"):
     """r minus the mean of the other members (arXiv:2402.14740)."""
 
 
-Advantage = GrpoAdvantage | RlooAdvantage
+class OpoAdvantage(Section, tag="opo", tag_field="type"):
+    """r minus the length-weighted mean of the group, the baseline of least variance (arXiv:2505.23585)."""
+
+
+class ReinforcePlusPlusAdvantage(Section, tag="reinforce_plus_plus", tag_field="type"):
+    """r, whitened over all members of the batch (arXiv:2501.03262)."""
+
+    baseline: Annotated[
+        Literal["none", "group"],
+        _text("group: the group's mean is subtracted first (REINFORCE++-baseline)."),
+    ] = "group"
+    eps: Annotated[float, _text("Added to the batch's population deviation.", ge=0)] = 1e-4
+
+
+Advantage = GrpoAdvantage | RlooAdvantage | OpoAdvantage | ReinforcePlusPlusAdvantage
 
 
 class PpoLoss(Section, tag="ppo", tag_field="type"):
