@@ -17,20 +17,12 @@ import torch
 import xxhash
 
 from async_rl.protocol import Manifest, TensorInfo
+from async_rl.weights.errors import WeightsError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 16
 """Bytes; a tensor may be viewed in any wire type where its bytes start at a multiple of this."""
-
-
-class WeightsError(Exception):
-    """A transfer of weights failed; the message names the wait, the member and the limit."""
-
-    def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
-        super().__init__(message)
-        self.ranks = tuple(ranks)
-        """Ranks that did not answer; empty when everybody answered, or when the failure was on this side."""
 
 
 class Deadline:
@@ -93,7 +85,7 @@ class Checksum:
     def update(self, tensor: torch.Tensor) -> None:
         """Add one contiguous tensor; on a GPU its bytes are copied to the host for this."""
         if tensor.numel():
-            self._hash.update(tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy())
+            self._hash.update(tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy().data)
 
     def hexdigest(self) -> str:
         """The hash so far."""
@@ -101,7 +93,7 @@ class Checksum:
 
 
 class BucketLayout:
-    """Where each tensor lies: in order, in buckets of at most `bucket_bytes`; a larger tensor is a bucket of its own."""
+    """Where each tensor lies: in order, in buckets of at most `bucket_bytes`; a larger tensor has its own bucket."""
 
     def __init__(self, bucket_bytes: int) -> None:
         self.bucket_bytes = bucket_bytes
