@@ -84,8 +84,9 @@ def _check_split(config: Config) -> None:
         return
     step = parts // gcd(parts, size)
     raise ConfigError(
-        f"learner.minibatches = {parts} does not divide the {rows} trajectories of a batch (learner.batch_groups = {groups}"
-        f" x sampling.group_size = {size}); nearest that work: {_either(nearest_multiples(rows, parts))} trajectories, "
+        f"learner.minibatches = {parts} does not divide the {rows} trajectories of a batch "
+        f"(learner.batch_groups = {groups} x sampling.group_size = {size}); nearest that work: "
+        f"{_either(nearest_multiples(rows, parts))} trajectories, "
         f"with this group_size learner.batch_groups = {_either(nearest_multiples(groups, step))}"
     )
 
@@ -190,7 +191,8 @@ def check_num_problems(config: Config, num_problems: int) -> None:
         ways.append(f"run.steps = {steps}")
     raise ConfigError(
         f"{num_problems} problems x data.epochs = {data.epochs} are fewer than the {needed} that "
-        f"run.steps = {config.run.steps} of learner.batch_groups = {config.learner.batch_groups} need; what works: {' or '.join(ways)}"
+        f"run.steps = {config.run.steps} of learner.batch_groups = {config.learner.batch_groups} need; "
+        f"what works: {' or '.join(ways)}"
     )
 
 
@@ -280,8 +282,8 @@ def warnings(config: Config) -> list[str]:
     staleness, generator = config.staleness, config.generator
     if staleness.max_staleness > 0 and staleness.overdue == "mask" and generator.running_requests == "finish":
         found.append(
-            "generator.running_requests = 'finish' holds every update until the longest completion ends, and a slow trajectory "
-            "is old as a whole: staleness.overdue = 'mask' will mask much of it; 'recompute' updates in flight"
+            "generator.running_requests = 'finish' holds every update until the longest completion ends, and a slow "
+            "trajectory is old as a whole: staleness.overdue = 'mask' masks much of it; 'recompute' updates in flight"
         )
     longest = config.data.max_prompt_tokens + config.sampling.max_completion_tokens
     if longest > config.learner.micro_batch_tokens:

@@ -73,6 +73,8 @@ def _parse_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"{path}: not valid {'JSON' if is_json else 'TOML'}: {error}") from error
+    if is_json and isinstance(data, dict):
+        data = data.get("config", data)  # a run directory's config.json also says where the settings came from
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: holds a {type(data).__name__}, not sections of settings")
     return data

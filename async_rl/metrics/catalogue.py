@@ -1,0 +1,253 @@
+"""Every metric, once: key, kind, unit, meaning, and what to do about it.
+
+A new metric is one new row here and the call that records it. `<reason>` in a key stands for one lower-case word, so
+that counters by reason need one row together.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+Kind = Literal["mean", "sum", "max", "min", "last", "histogram"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One metric. A histogram appears in the files as key/p10, key/p50 and key/p90."""
+
+    key: str
+    kind: Kind
+    unit: str
+    meaning: str
+    advice: str = ""
+    """What to do when the value is not as wished."""
+
+
+# fmt: off
+_RUN = (
+    Row("step", "last", "steps", "Steps trained, counted from 1."),
+    Row("policy_version", "last", "version", "Version that the step made; equals the step."),
+)
+
+_REWARD = (
+    Row("reward/mean", "mean", "reward",
+        "Mean reward of the batch's trajectories, failed ones left out.",
+        "Flat from the start: see group/zero_variance_share, then the reward function. Falling: lower learner.lr."),
+    Row("reward/failed_share", "mean", "share",
+        "Trajectories of the batch without a usable sample or reward.",
+        "Above a few percent: read the first error on the console; raise rewards.timeout_s or rewards.workers."),
+    Row("group/zero_variance_share", "mean", "share",
+        "Groups whose members all got the same reward: no gradient.",
+        "Near 1: the problems are too easy or too hard; mix difficulties or raise sampling.group_size."),
+    Row("group/trained", "sum", "groups",
+        "Groups in the batch.",
+        "Equals learner.batch_groups, except at the end of the data."),
+    Row("completion/length_mean", "mean", "tokens",
+        "Mean completion length of the batch.",
+        "Growing without reward: set algorithm.reduction; the default does not favour long completions."),
+    Row("completion/length_max", "max", "tokens", "Longest completion of the batch."),
+    Row("completion/length", "histogram", "tokens",
+        "Completion lengths of the batch.",
+        "A p90 far above p50 is a heavy tail: prefer larger batches of smaller groups, or a higher max_staleness."),
+    Row("completion/truncated_share", "mean", "share",
+        "Completions that hit sampling.max_completion_tokens.",
+        "Above 0.1: raise sampling.max_completion_tokens, or reward brevity."),
+    Row("completion/sample_s", "mean", "s", "Mean time to sample one completion."),
+    Row("reward/score_s", "mean", "s",
+        "Mean time to score one completion.",
+        "Close to rewards.timeout_s: raise rewards.workers or make the reward cheaper."),
+)
+
+_EVALUATION = (
+    Row("eval/accuracy", "last", "share",
+        "Mean reward on held-out problems.",
+        "Far below reward/mean: overfitting; add data."),
+    Row("eval/stderr", "last", "share",
+        "Standard error of eval/accuracy over problems.",
+        "Too wide to see a change: raise data.eval_problems or evaluation.samples."),
+    Row("eval/num_problems", "last", "problems",
+        "Held-out problems that were scored.",
+        "Below data.eval_problems: some failed."),
+    Row("eval/policy_version_min", "last", "version", "Oldest version that sampled in this evaluation."),
+    Row("eval/policy_version_max", "last", "version",
+        "Newest version that sampled in this evaluation.",
+        "Differs from the minimum: an update arrived during the evaluation, which is mixed by that much."),
+    Row("eval/failed_share", "last", "share",
+        "Held-out completions without a usable sample or reward.",
+        "See reward/failed_share."),
+    Row("eval/length_mean", "last", "tokens", "Mean length of held-out completions."),
+    Row("time/eval_s", "last", "s",
+        "From the start of an evaluation to its last result.",
+        "Long: fewer data.eval_problems."),
+)
+
+_STALENESS = (
+    Row("staleness/mean", "mean", "steps",
+        "Mean staleness of the tokens that enter the loss.",
+        "Near the bound while the learner waits: raise staleness.max_staleness; the same near 0 with idle generators."),
+    Row("staleness/max", "max", "steps",
+        "Largest staleness of a token that enters the loss.",
+        "Never above staleness.max_staleness unless staleness.overdue = 'keep'."),
+    Row("staleness/tokens", "histogram", "steps", "Staleness of the tokens that enter the loss."),
+    Row("staleness/overdue_token_share", "mean", "share",
+        "Sampled tokens older than the bound (masked, or kept if so configured).",
+        "Above 0.05: raise staleness.max_staleness, shorten completions, or use staleness.overdue = 'wait'."),
+    Row("staleness/overdue_token_share_<quarter>", "mean", "share",
+        "The same by completion length: quarter q1 holds the shortest completions of the batch, q4 the longest.",
+        "High in q4 only: long completions lose their beginnings; raise staleness.max_staleness."),
+)
+
+_THROUGHPUT = (
+    Row("throughput/generated_tokens_per_s", "mean", "tokens/s",
+        "Completion tokens that all generators sampled.",
+        "Below throughput/trained_tokens_per_s for long: the buffer empties; add generators."),
+    Row("throughput/trained_tokens_per_s", "mean", "tokens/s", "Completion tokens of the trained batches."),
+    Row("throughput/dropped_tokens_per_s", "mean", "tokens/s",
+        "Sampled tokens that were dropped or masked, for any reason.",
+        "See ledger/dropped_<reason> and staleness/overdue_token_share."),
+    Row("generator/count", "last", "generators",
+        "Generators that are registered.",
+        "Fewer than started: read their logs."),
+    Row("generator/slots", "last", "members", "Slots of all registered generators."),
+    Row("generator/idle_share", "mean", "share",
+        "Slot-seconds without work.",
+        "High: the learner is the bottleneck; fewer generators, a higher max_staleness, or a faster learner."),
+    Row("learner/wait_share", "mean", "share",
+        "Share of the step in which the learner waited for its batch.",
+        "High: generation is the bottleneck; more generators or slots, or a higher max_staleness."),
+)
+
+_TIME = (
+    Row("time/step_s", "last", "s", "From the end of the last step to the end of this one."),
+    Row("time/wait_for_batch_s", "last", "s", "Waiting for a batch.", "See learner/wait_share."),
+    Row("time/train_s", "last", "s",
+        "Forward, backward and optimizer.",
+        "Long: raise learner.micro_batch_tokens if memory allows."),
+    Row("time/publish_s", "last", "s", "The learner held by a publication.", "Long: raise staleness.publish_every."),
+    Row("time/gather_s", "last", "s", "Gathering shards into the send buffers."),
+    Row("time/wire_s", "last", "s",
+        "From the first byte sent to the last member's acknowledgement.",
+        "Long: weights.wire_dtype = 'bfloat16'."),
+    Row("time/load_s", "max", "s", "Slowest engine's loading of new weights."),
+    Row("time/pause_s", "max", "s",
+        "Longest time that an engine stood still for an update.",
+        "Long: generator.running_requests = 'keep', or raise staleness.publish_every."),
+    Row("time/publication_s", "last", "s", "From the start of a publication until every generator sampled with it."),
+)
+
+_CORRECTION = (
+    Row("correction/effective_sample_size", "mean", "share",
+        "(sum w)^2 / (n sum w^2) of the behavior weights; 1 is on-policy.",
+        "Below 0.5: data too old or engine off; lower staleness.max_staleness or learner.lr, see mismatch/*."),
+    Row("correction/truncated_share", "mean", "share",
+        "Tokens whose behavior weight was truncated at the cap.",
+        "High: as above."),
+    Row("correction/masked_share", "mean", "share",
+        "Tokens that the correction removed from the loss.",
+        "High: as above."),
+    Row("correction/ratio_mean", "mean", "ratio",
+        "Mean behavior weight before truncation; near 1.",
+        "Far from 1: see mismatch/*."),
+    Row("correction/ratio_max", "max", "ratio", "Largest behavior weight before truncation."),
+    Row("correction/kl_behavior_current_k1", "mean", "nats",
+        "KL(behavior || current), estimator -log ratio.",
+        "Growing: lower learner.lr."),
+    Row("correction/kl_behavior_current_k3", "mean", "nats",
+        "KL(behavior || current), estimator ratio - 1 - log ratio; never negative.",
+        "Growing: lower learner.lr."),
+    Row("mismatch/logprob_abs_mean", "mean", "nats",
+        "|engine - learner| logprob over tokens of staleness 0.",
+        "Above 1e-3 (float32) or 2e-2 (bfloat16): the engine has other weights or numerics; do not trust the run."),
+    Row("mismatch/logprob_abs_max", "max", "nats",
+        "Largest |engine - learner| logprob over tokens of staleness 0.",
+        "A jump is an alarm."),
+    Row("mismatch/tokens", "sum", "tokens", "Tokens of staleness 0 that the two lines above are over."),
+)
+
+_OPTIMISATION = (
+    Row("loss/policy", "mean", "nats", "The policy loss; its size says little."),
+    Row("loss/clip_share_low", "mean", "share",
+        "Tokens at the lower clip.",
+        "High: lower learner.lr or raise clip_low."),
+    Row("loss/clip_share_high", "mean", "share",
+        "Tokens at the upper clip.",
+        "High: lower learner.lr or raise clip_high."),
+    Row("loss/entropy", "mean", "nats",
+        "Mean entropy of the current policy per token.",
+        "Near 0 early: the policy collapsed; lower learner.lr."),
+    Row("loss/kl_reference", "mean", "nats", "KL to the reference policy per token."),
+    Row("loss/tokens", "sum", "tokens", "Tokens that entered the loss."),
+    Row("optimizer/lr", "last", "1", "Learning rate of the step."),
+    Row("optimizer/grad_norm", "mean", "1",
+        "Global gradient norm before clipping.",
+        "Spikes: lower learner.lr or learner.max_grad_norm."),
+    Row("optimizer/updates", "sum", "updates", "Optimizer updates of the step."),
+    Row("optimizer/skipped_updates", "sum", "updates",
+        "Updates skipped because the gradient was not finite.",
+        "Above 0: lower learner.lr; see learner.max_nonfinite_updates."),
+)
+
+_LEDGER = (
+    Row("ledger/issued", "last", "tickets", "Tickets issued: leased + buffered + in_batch + trained + dropped."),
+    Row("ledger/leased", "last", "tickets", "Tickets that generators work on."),
+    Row("ledger/buffered", "last", "tickets", "Complete groups that wait for a batch."),
+    Row("ledger/in_batch", "last", "tickets", "Groups of the batch under way."),
+    Row("ledger/trained", "last", "tickets", "Tickets trained so far."),
+    Row("ledger/dropped", "last", "tickets", "Tickets dropped so far.", "See the reasons below."),
+    Row("ledger/dropped_<reason>", "last", "tickets",
+        "Tickets dropped so far, by reason.",
+        "The reason names the cause."),
+    Row("ledger/retried", "last", "members",
+        "Members leased again after a failure or a lost generator.",
+        "Growing: see reward/failed_share."),
+    Row("ledger/duplicates", "last", "members", "Results that had already been stored; harmless."),
+    Row("buffer/groups", "last", "groups",
+        "Groups in the replay buffer.",
+        "Always near 0: generation is the bottleneck."),
+    Row("buffer/eligible", "last", "groups", "Groups in the buffer that the next batch may take."),
+    Row("transport/refused_<reason>", "last", "messages",
+        "Messages or connections refused so far, by reason.",
+        "Above 0: a stranger or an old version talks to the port."),
+    Row("transport/received_bytes", "last", "bytes", "Bytes received from generators so far."),
+    Row("membership/evicted", "last", "generators",
+        "Generators evicted so far.",
+        "Growing: raise transport.heartbeat_timeout_s or weights.deadline_s."),
+    Row("data/dropped_<reason>", "last", "problems", "Problems of the dataset that are never posed, by reason."),
+)
+
+_MEMORY = (
+    Row("memory/learner_rss_bytes", "max", "bytes",
+        "Resident memory of the largest learner rank.",
+        "Lower learner.micro_batch_tokens."),
+    Row("memory/learner_gpu_peak_bytes", "max", "bytes",
+        "Peak GPU memory of the largest learner rank.",
+        "Lower learner.micro_batch_tokens."),
+)
+# fmt: on
+
+CATALOGUE: tuple[Row, ...] = (
+    *_RUN,
+    *_REWARD,
+    *_EVALUATION,
+    *_STALENESS,
+    *_THROUGHPUT,
+    *_TIME,
+    *_CORRECTION,
+    *_OPTIMISATION,
+    *_LEDGER,
+    *_MEMORY,
+)
+
+
+def _pattern(key: str) -> re.Pattern[str]:
+    return re.compile(re.sub(r"<\w+>", "[a-z0-9_]+", key))
+
+
+@cache
+def find_row(key: str) -> Row | None:
+    """The row of a key: by its name, else by a placeholder; None when it is not catalogued."""
+    exact = [row for row in CATALOGUE if row.key == key]
+    return next((row for row in exact or CATALOGUE if _pattern(row.key).fullmatch(key)), None)
