@@ -1,0 +1,116 @@
+"""vLLM's processes: their environment and arguments, what they were started from, and their end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+from safetensors import safe_open
+
+from async_rl.config import schema
+
+BACKEND = "async_rl"
+"""Name of our weight-transfer engine in vLLM's registry."""
+OWNER_VARIABLE = "ASYNC_RL_ENGINE_OWNER"
+"""Environment variable with the pid of the generator; vLLM's processes end with it, however it ends."""
+
+
+def prepare_environment(threads: int) -> None:
+    """Set what vLLM reads from the environment; must come before the first import of vllm."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ[OWNER_VARIABLE] = str(os.getpid())
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads: a forked child could deadlock
+    for name, value in {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else every engine of a machine takes the same cores
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+    }.items():
+        os.environ.setdefault(name, value)
+
+
+def engine_arguments(
+    config: schema.VllmEngine, model: Path, *, max_model_len: int, slots: int, seed: int, worker_extension: str
+) -> dict[str, Any]:
+    """Arguments of `AsyncEngineArgs` on this machine; imports vllm."""
+    from vllm.config import WeightTransferConfig
+    from vllm.platforms import current_platform
+
+    cpu = current_platform.is_cpu()
+    arguments: dict[str, Any] = {
+        "model": str(model),
+        "dtype": "float32" if config.dtype == "auto" and cpu else config.dtype,  # bfloat16 is slow without AVX512
+        "tensor_parallel_size": config.tensor_parallel,
+        "max_model_len": max_model_len,
+        "max_num_seqs": slots,
+        "block_size": config.block_size,
+        "enforce_eager": cpu if config.enforce_eager is None else config.enforce_eager,
+        "enable_prefix_caching": config.prefix_caching,
+        "seed": seed,
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+        "worker_extension_cls": worker_extension,
+    }
+    if cpu:
+        arguments["kv_cache_memory_bytes"] = config.kv_cache_bytes
+    else:
+        arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+    return arguments
+
+
+def published_shapes(model: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes that a publication of the model in this folder must have; only the files' headers are read.
+
+    They are compared before a byte is received: vLLM's loader keeps old weights without an error where a tensor lacks.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(model.glob("*.safetensors")):
+        with safe_open(file, framework="numpy") as tensors:
+            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    if not shapes:
+        raise ValueError(f"model.path {str(model)!r} holds no *.safetensors file; write it with save_pretrained")
+    if json.loads((model / "config.json").read_text()).get("tie_word_embeddings"):
+        shapes.pop("lm_head.weight", None)  # some files hold it, but it is the embedding
+    return {name: shape for name, shape in shapes.items() if not name.endswith("rotary_emb.inv_freq")}
+
+
+class ProcessWatch:
+    """The processes of one engine, by name: to tell which one died and to leave none behind."""
+
+    def __init__(self, roots: Sequence[int]):
+        """`roots` are the pids that the engine's client started; their descendants belong to it."""
+        found = [psutil.Process(pid) for pid in roots]
+        found += [child for root in found for child in root.children(recursive=True)]
+        self.processes = {process: _name(process) for process in found}
+
+    def dead(self) -> list[str]:
+        """Those that ended."""
+        return sorted(f"{name} (pid {p.pid})" for p, name in self.processes.items() if not _alive(p))
+
+    def kill(self, grace_s: float) -> None:
+        """Wait up to `grace_s` for all to end, then kill the rest."""
+        _, alive = psutil.wait_procs(list(self.processes), timeout=grace_s)
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(alive, timeout=grace_s)
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return "unknown"
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
