@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import difflib
-import ipaddress
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from math import gcd
 
-from async_rl.config.fields import settings
+from async_rl import staleness as staleness_rule
+from async_rl.config.effect import SWITCHES, is_loopback, value_at, without_effect
+from async_rl.config.fields import settings, tag_of
 from async_rl.config.schema import (
     ArithmeticEnvironment,
     Config,
-    FunctionEnvironment,
-    GrpoAdvantage,
+    ReinforcePlusPlusAdvantage,
     StalenessConfig,
     VllmEngine,
 )
@@ -40,9 +40,8 @@ def reorder_window(staleness: StalenessConfig, batch_groups: int) -> int:
 
 def run_ahead(staleness: StalenessConfig, batch_groups: int) -> int:
     """Batches that may be issued beyond the version loaded (docs/staleness.md); negative: none could ever be issued."""
-    if staleness.overdue != "wait":
-        return staleness.max_staleness
-    return staleness.max_staleness - -(-(reorder_window(staleness, batch_groups) - 1) // batch_groups)
+    window = reorder_window(staleness, batch_groups)
+    return staleness_rule.run_ahead(staleness.max_staleness, staleness.overdue, window, batch_groups)
 
 
 def nearest_multiples(value: int, of: int) -> tuple[int, ...]:
@@ -98,11 +97,11 @@ def _check_sampling(config: Config) -> None:
             f"sampling.top_p = {sampling.top_p} changes the behavior distribution, and importance ratios would be "
             "wrong; training needs sampling.top_p = 1"
         )
-    if sampling.group_size < 2:
-        name = "grpo" if isinstance(advantage, GrpoAdvantage) else "rloo"
+    compares = not isinstance(advantage, ReinforcePlusPlusAdvantage) or advantage.baseline == "group"
+    if sampling.group_size < 2 and compares:
         raise ConfigError(
-            f"sampling.group_size = {sampling.group_size}: advantage {name!r} compares the members of a group; "
-            "the smallest that works is sampling.group_size = 2"
+            f"sampling.group_size = {sampling.group_size}: advantage {tag_of(advantage)!r} compares the members of a "
+            "group; the smallest that works is sampling.group_size = 2"
         )
     engine = config.generator.engine
     longest = config.data.max_prompt_tokens + sampling.max_completion_tokens
@@ -136,14 +135,6 @@ def _check_schedule(config: Config) -> None:
         )
 
 
-def is_loopback(host: str) -> bool:
-    """Whether an address can be reached from this machine only."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def _check_transport(config: Config) -> None:
     transport = config.transport
     if not is_loopback(transport.host) and not transport.insecure:
@@ -163,9 +154,9 @@ def _check_transport(config: Config) -> None:
 def _check_data(config: Config) -> None:
     environment, data, evaluation = config.environment, config.data, config.evaluation
     if not isinstance(environment, ArithmeticEnvironment) and data.path is None:
-        name = environment.__struct_config__.tag
         raise ConfigError(
-            f"data.path is missing: environment {name!r} takes its problems from a .parquet or .jsonl file"
+            f"data.path is missing: environment {tag_of(environment)!r} takes its problems from a file, "
+            ".parquet or .jsonl"
         )
     if evaluation.every > 0 and data.eval_path is None and data.eval_problems == 0:
         raise ConfigError(
@@ -196,84 +187,21 @@ def check_num_problems(config: Config, num_problems: int) -> None:
     )
 
 
-def _poses_its_own(config: Config) -> bool:
-    return isinstance(config.environment, ArithmeticEnvironment)
-
-
-_ARITHMETIC = ("environment.type", "the arithmetic environment poses its own problems", _poses_its_own)
-_NO_EVALUATION = ("evaluation.every", "evaluation.every is 0", lambda c: c.evaluation.every == 0)
-_NO_CORRECTION = (
-    "algorithm.correction.level",
-    "algorithm.correction.level is 'none'",
-    lambda c: c.algorithm.correction.level == "none",
-)
-
-_WITHOUT_EFFECT: dict[str, tuple[str, str, Callable[[Config], bool]]] = {
-    "staleness.reorder_window": (
-        "staleness.overdue",
-        "only staleness.overdue = 'wait' has a window",
-        lambda c: c.staleness.overdue != "wait",
-    ),
-    "learner.min_lr_ratio": ("learner.decay", "learner.decay is 'constant'", lambda c: c.learner.decay == "constant"),
-    "algorithm.constant_length": (
-        "algorithm.reduction",
-        "only algorithm.reduction = 'constant' divides by it",
-        lambda c: c.algorithm.reduction != "constant",
-    ),
-    "algorithm.correction.cap": _NO_CORRECTION,
-    "algorithm.correction.mode": _NO_CORRECTION,
-    "algorithm.correction.floor": (
-        "algorithm.correction.mode",
-        "only algorithm.correction.mode = 'mask' has a floor",
-        lambda c: c.algorithm.correction.level == "none" or c.algorithm.correction.mode != "mask",
-    ),
-    "data.path": _ARITHMETIC,
-    "data.eval_path": _ARITHMETIC,
-    "data.prompt_column": _ARITHMETIC,
-    "data.answer_column": _ARITHMETIC,
-    "data.epochs": _ARITHMETIC,
-    "evaluation.samples": _NO_EVALUATION,
-    "evaluation.temperature": _NO_EVALUATION,
-    "rewards.max_batch": (
-        "environment.batch",
-        "only a batch reward function scores several completions at once",
-        lambda c: not (isinstance(c.environment, FunctionEnvironment) and c.environment.batch),
-    ),
-    "transport.insecure": (
-        "transport.host",
-        "transport.host is a loopback address",
-        lambda c: is_loopback(c.transport.host),
-    ),
-}
-"""Setting -> the switch that takes its effect away, the reason for people, and whether it does so now."""
-
-
-def _value(config: Config, path: str) -> object:
-    value: object = config
-    for key in path.split("."):
-        value = getattr(value, key, None)
-    return value
-
-
-def without_effect(config: Config) -> dict[str, str]:
-    """Settings that change nothing given the others, each with the reason."""
-    return {path: reason for path, (_, reason, off) in _WITHOUT_EFFECT.items() if off(config)}
-
-
-def _check_effect(config: Config, ranks: Mapping[str, int], default: Mapping[str, object]) -> None:
+def _check_effect(config: Config, ranks: Mapping[str, int]) -> None:
     """A setting without effect is a mistake, unless a later layer turned off what an earlier one had set up."""
+    defaults = {setting.path: setting.default for setting in settings()}
     for path, reason in without_effect(config).items():
-        switch = _WITHOUT_EFFECT[path][0]
-        value = _value(config, path)
-        if path in ranks and value != default[path] and ranks[path] >= ranks.get(switch, 0):
-            raise ConfigError(f"{path} = {value!r} has no effect: {reason}; remove it or change {switch}")
+        value, by = value_at(config, path), SWITCHES[path].by
+        turned_off = max(ranks.get(switch, 0) for switch in by)
+        if path in ranks and value != defaults[path] and ranks[path] >= turned_off:
+            raise ConfigError(f"{path} = {value!r} has no effect: {reason}; remove it or change {' or '.join(by)}")
 
 
 def check_config(config: Config, ranks: Mapping[str, int] | None = None) -> None:
     """Raise ConfigError for settings that cannot work together; `ranks` says in which layer each was given."""
     for check in (_check_sampling, _check_split, _check_progress, _check_schedule, _check_transport, _check_data):
         check(config)
-    _check_effect(config, ranks or {}, {setting.path: setting.default for setting in settings()})
+    _check_effect(config, ranks or {})
 
 
 def warnings(config: Config) -> list[str]:

@@ -122,7 +122,7 @@ def _refuse_nonfinite(data: Any, path: str, sources: Mapping[str, str]) -> None:
         for key, value in data.items():
             _refuse_nonfinite(value, f"{path}.{key}".lstrip("."), sources)
     elif isinstance(data, float) and not math.isfinite(data):
-        raise ConfigError(f"{sources[path]}: {path} = {data}: expected a finite number")
+        raise ConfigError(f"{sources.get(path, 'settings')}: {path} = {data}: expected a finite number")
 
 
 def _one_line(error: msgspec.ValidationError, layers: Layers) -> str:
@@ -135,14 +135,15 @@ def _one_line(error: msgspec.ValidationError, layers: Layers) -> str:
     value: Any = layers.data
     for key in re.findall(r"[^.\[\]]+", item_path):
         value = value[int(key)] if isinstance(value, list) else value[key]
-    expected = _choices(path) if message.startswith("Invalid enum") else message.replace("`", "").replace("E", "e", 1)
+    expected = _choices(path) if message.startswith("Invalid enum") else message.replace("`", "")
+    expected = expected[:1].lower() + expected[1:]
     hint = "; write the number without quotes" if isinstance(value, str) and isinstance(number(value), float) else ""
-    return f"{layers.sources[path]}: {item_path} = {value!r}: {expected}{hint}"
+    return f"{layers.sources.get(path, 'settings')}: {item_path} = {value!r}: {expected}{hint}"
 
 
 def _missing(path: str) -> str:
-    leaf = next(setting for setting in settings() if setting.path.startswith(path))
-    return f"{leaf.path} is missing ({leaf.help.rstrip('.')})"
+    leaf = next((setting for setting in settings() if setting.path.startswith(path)), None)
+    return f"{leaf.path} is missing ({leaf.help.rstrip('.')})" if leaf else f"{path} is missing"
 
 
 def _choices(path: str) -> str:
