@@ -28,14 +28,20 @@ def compute_batch_advantages(
     `lengths` are the sampled tokens of each member; only OPO needs them. ValueError for a reward of NaN or infinity.
     """
     sizes: Sequence[Sequence[int] | None] = lengths if lengths is not None else [None] * len(groups)
-    advantages = [compute_advantages(config, *group) for group in zip(groups, sizes, strict=True)]
+    advantages = [_group_advantages(config, *group) for group in zip(groups, sizes, strict=True)]
     if isinstance(config, ReinforcePlusPlusAdvantage):
         return whiten(advantages, config.eps)
     return advantages
 
 
 def compute_advantages(config: Advantage, rewards: Rewards, lengths: Sequence[int] | None = None) -> list[float | None]:
-    """The part of `compute_batch_advantages` that one group decides by itself."""
+    """Advantages of one group, for estimators that need no other; ValueError for those that do."""
+    if isinstance(config, ReinforcePlusPlusAdvantage):
+        raise ValueError("advantage 'reinforce_plus_plus' is whitened over the batch: use compute_batch_advantages")
+    return _group_advantages(config, rewards, lengths)
+
+
+def _group_advantages(config: Advantage, rewards: Rewards, lengths: Sequence[int] | None) -> list[float | None]:
     members = [index for index, reward in enumerate(rewards) if reward is not None]
     scored = [float(reward) for reward in rewards if reward is not None]
     if not all(map(math.isfinite, scored)):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from async_rl.algos.importance import sequence_sum
+from async_rl.algos.ratios import sequence_sum
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,91 @@ class ReinforceLoss(Section, tag="reinforce", tag_field="type"):
     """-A * logprob, times the behavior weight (Williams 1992)."""
 
 
-Loss = PpoLoss | DecoupledPpoLoss | ReinforceLoss
+class TruncatedIsLoss(Section, tag="truncated_is", tag_field="type"):
+    """Policy gradient times min(pi / mu, cap), which stays a constant factor (IMPALA, arXiv:1802.01561)."""
+
+    cap: Annotated[float, _text("Largest importance ratio.", gt=0)] = 2.0
+
+
+class CispoLoss(Section, tag="cispo", tag_field="type"):
+    """-A * logprob times the clipped importance ratio, a constant: clipped tokens keep a gradient (arXiv:2506.13585)."""
+
+    clip_low: Annotated[float, _text("Lower clip distance of pi / mu; 1 is no lower bound.", ge=0, le=1)] = 1.0
+    clip_high: Annotated[float, _text("Upper clip distance of pi / mu.", ge=0)] = 0.28
+
+
+class GspoLoss(Section, tag="gspo", tag_field="type"):
+    """PPO's clip on the sequence's geometric mean ratio, times the behavior weight (arXiv:2507.18071)."""
+
+    clip_low: Annotated[float, _text("Lower clip distance of the sequence ratio.", ge=0, le=1)] = 3e-4
+    clip_high: Annotated[float, _text("Upper clip distance of the sequence ratio.", ge=0)] = 4e-4
+
+
+class SapoLoss(Section, tag="sapo", tag_field="type"):
+    """A sigmoid gate on the proximal ratio in place of the clip, times the behavior weight (arXiv:2511.20347)."""
+
+    tau_positive: Annotated[float, _text("Sharpness of the gate for positive advantages.", gt=0)] = 1.0
+    tau_negative: Annotated[float, _text("Sharpness of the gate for negative advantages.", gt=0)] = 1.05
+
+
+class IcePopLoss(Section, tag="icepop", tag_field="type"):
+    """-w r A where low <= w <= high, else 0; w = prox / mu, r = pi / prox (arXiv:2510.18855)."""
+
+    low: Annotated[float, _text("Smallest prox / mu that trains.", ge=0)] = 0.5
+    high: Annotated[float, _text("Largest prox / mu that trains.", gt=0)] = 5.0
+
+
+class ToprLoss(Section, tag="topr", tag_field="type"):
+    """-A * logprob, for negative advantages times the truncated ratio pi / mu (arXiv:2503.14286)."""
+
+    level: Annotated[
+        Literal["token", "sequence", "geometric"],
+        _text("The ratio per token, its product over the sequence (the paper's), or its geometric mean."),
+    ] = "sequence"
+    cap: Annotated[float, _text("Largest ratio of a negative trajectory.", gt=0)] = 1.0
+
+
+class DppoLoss(Section, tag="dppo", tag_field="type"):
+    """-r A, r = pi / mu, without the tokens that moved further than a divergence allows (arXiv:2602.04879)."""
+
+    divergence: Annotated[
+        Literal["tv", "kl"],
+        _text("Between mu and pi as to the sampled token or any other: total variation or KL."),
+    ] = "tv"
+    threshold: Annotated[float, _text("Tokens beyond it do not move further away.", gt=0)] = 0.15
+
+
+Loss = (
+    PpoLoss
+    | DecoupledPpoLoss
+    | ReinforceLoss
+    | TruncatedIsLoss
+    | CispoLoss
+    | GspoLoss
+    | SapoLoss
+    | IcePopLoss
+    | ToprLoss
+    | DppoLoss
+)
+
+
+class Rejection(Section):
+    """Tokens or sequences whose estimated KL(mu || prox) lies outside the bounds leave the loss."""
+
+    estimator: Annotated[
+        Literal["k1", "k2", "k3"],
+        _text("With r = prox / mu: -log r, (log r)^2 / 2, or r - 1 - log r."),
+    ] = "k3"
+    level: Annotated[
+        Literal["token", "sequence_mean", "sequence_sum", "sequence_max"],
+        _text("The token alone, or its whole sequence by the mean, sum or largest of its tokens."),
+    ] = "token"
+    low: Annotated[float | None, _text("Smallest estimate that stays; absent: none.")] = None
+    high: Annotated[float | None, _text("Largest estimate that stays; absent: none.")] = None
+
+    def __post_init__(self) -> None:
+        if self.low is None and self.high is None:
+            raise ValueError("a rejection needs `low` or `high`, else it rejects nothing")
 
 
 class CorrectionConfig(Section):
@@ -200,6 +284,14 @@ class CorrectionConfig(Section):
     mode: Annotated[Literal["truncate", "mask"], _text("truncate: min(weight, cap); mask: outside [floor, cap] the token leaves the loss.")] = "truncate"
     cap: Annotated[float, _text("Largest weight.", gt=0)] = 5.0
     floor: Annotated[float, _text("Smallest weight that mode='mask' keeps.", ge=0)] = 0.0
+    rejections: Annotated[
+        tuple[Rejection, ...],
+        _text("What leaves the loss by its divergence, whatever level and mode are; all must agree to keep."),
+    ] = ()
+    veto: Annotated[
+        Annotated[float, Meta(gt=0, lt=1)] | None,
+        _text("A sequence with any token of prox / mu below this leaves the loss; off when absent."),
+    ] = None
 
 
 class AlgorithmConfig(Section):
