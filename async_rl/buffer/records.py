@@ -1,0 +1,105 @@
+"""What the ledger takes and gives: settings, member leases, groups, counts. Plain immutable data."""
+
+from __future__ import annotations
+
+import msgspec
+
+from async_rl.protocol import LeaseKey, Problem, Trajectory
+from async_rl.staleness import Overdue, run_ahead
+
+
+class LedgerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of one ledger; raises ValueError for values that could never make progress."""
+
+    batch_groups: int
+    """B: groups of a full batch."""
+    group_size: int
+    max_staleness: int
+    publish_every: int = 1
+    """Steps between publications."""
+    overdue: Overdue = "mask"
+    reorder_window: int | None = None
+    """W, with overdue='wait'; None: batch_groups."""
+    max_attempts: int = 3
+    """Failed results after which a member is settled as failed."""
+    max_losses: int = 16
+    """Dead owners after which a member is settled as failed: a problem that kills every engine must not stop a run."""
+    total_steps: int | None = None
+    """Steps of the run; tickets beyond what they consume are not issued. None: no limit."""
+    min_group_members: int | None = None
+    """Usable members that a group needs; None: 2 (1 in groups of one), below which there is nothing to compare."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("batch_groups", 1), ("group_size", 1), ("max_staleness", 0), ("publish_every", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} = {getattr(self, name)}, expected at least {least}")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"reorder_window = {self.window}, expected at least 1")
+        if not 1 <= self.min_members <= self.group_size:
+            raise ValueError(f"min_group_members = {self.min_members}, expected 1 to group_size = {self.group_size}")
+        if self.run_ahead < self.publish_every - 1:
+            needed = self.max_staleness + self.publish_every - 1 - self.run_ahead
+            raise ValueError(
+                f"publish_every = {self.publish_every} with max_staleness = {self.max_staleness} and overdue = "
+                f"{self.overdue!r} gives run_ahead = {self.run_ahead}: the learner would wait forever for its batch; "
+                f"the smallest max_staleness that works is {needed}"
+            )
+
+    @property
+    def window(self) -> int | None:
+        """W in tickets; None: unlimited."""
+        if self.overdue != "wait":
+            return None
+        return self.batch_groups if self.reorder_window is None else self.reorder_window
+
+    @property
+    def run_ahead(self) -> int:
+        """Batches that may be issued beyond the version loaded in the generator that asks."""
+        return run_ahead(self.max_staleness, self.overdue, self.window or 1, self.batch_groups)
+
+    @property
+    def min_members(self) -> int:
+        """Usable members that a group needs."""
+        return min(2, self.group_size) if self.min_group_members is None else self.min_group_members
+
+
+class MemberLease(msgspec.Struct, frozen=True):
+    """The right to work on one member of a ticket, as the ledger gives it."""
+
+    ticket: int
+    member: int
+    attempt: int
+    """Numbered from 1 for each member, deaths and returns included."""
+    problem: Problem
+
+
+class TrajectoryGroup(msgspec.Struct, frozen=True):
+    """The usable trajectories of one problem, in member order; failed members are left out."""
+
+    ticket: int
+    problem: Problem
+    members: tuple[Trajectory, ...]
+
+
+class LedgerCounts(msgspec.Struct, frozen=True):
+    """Where every ticket is: issued = leased + buffered + in_batch + trained + dropped."""
+
+    issued: int
+    leased: int
+    """Tickets with members still open, held by a generator or waiting for one."""
+    buffered: int
+    in_batch: int
+    trained: int
+    dropped: dict[str, int]
+    """Tickets by reason."""
+
+
+class Reconciled(msgspec.Struct, frozen=True):
+    """Differences between the leases a generator holds and those the ledger says it holds."""
+
+    lost: tuple[LeaseKey, ...]
+    """Given out, but never arrived; they are open again."""
+    adopted: tuple[LeaseKey, ...]
+    """Taken from the generator while it was silent, still open, and given back to it."""
+    unwanted: tuple[LeaseKey, ...]
+    """Held by the generator, but settled or unknown here; to be cancelled there."""

@@ -1,0 +1,61 @@
+"""The ledger as data, for checkpoints."""
+
+from __future__ import annotations
+
+import msgspec
+
+from async_rl.buffer.leases import OpenMember
+from async_rl.buffer.records import LedgerSettings, TrajectoryGroup
+from async_rl.protocol import Problem, Trajectory
+
+
+class Ticket(msgspec.Struct):
+    """A ticket with open members."""
+
+    problem: Problem
+    required: int
+    """Oldest policy version that may sample for it."""
+    results: list[Trajectory | None]
+    """By member; None: still open, or failed."""
+    open: int
+    """Members not settled yet."""
+    failed: int = 0
+    """Members settled without a usable trajectory."""
+
+
+class OpenPlace(msgspec.Struct, frozen=True, array_like=True):
+    """One open member and where it belongs."""
+
+    ticket: int
+    member: int
+    state: OpenMember
+
+
+class LedgerState(msgspec.Struct, frozen=True):
+    """Everything that a ledger must remember. A batch in flight is stored as buffered: its step is not done."""
+
+    settings: LedgerSettings
+    issued: int
+    trained: int
+    steps: int
+    exhausted: bool
+    dropped: dict[str, int]
+    events: dict[str, int]
+    tickets: dict[int, Ticket]
+    members: list[OpenPlace]
+    buffered: list[TrajectoryGroup]
+
+
+_BINDING = ("batch_groups", "group_size", "max_staleness", "publish_every", "overdue", "reorder_window")
+"""Settings under which the tickets of a state were issued: with others the bound would not hold for them."""
+
+
+def check_same_settings(saved: LedgerSettings, now: LedgerSettings) -> None:
+    """Raise ValueError if a state cannot be continued under other settings."""
+    for name in _BINDING:
+        before, after = getattr(saved, name), getattr(now, name)
+        if before != after:
+            raise ValueError(
+                f"{name} = {after!r}, but the checkpoint's tickets were issued under {name} = {before!r}, which its "
+                "staleness bound depends on; resume with the old value, or start a new run from the saved weights"
+            )
