@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import os
 import queue
@@ -25,6 +24,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils import z85
 
+from async_rl.addresses import is_loopback, join_address, split_address
 from async_rl.frames import Frame, one_line
 from async_rl.protocol import FromCoordinator, FromGenerator, Hello, Message, ProtocolError, Refused, decode, encode
 
@@ -149,7 +149,7 @@ class Server:
                 "set keys, use 127.0.0.1, or say transport.insecure=true in a network that you trust"
             )
         try:
-            self._socket.bind(f"tcp://{_bracket(host)}:{port or '*'}")
+            self._socket.bind(f"tcp://{join_address(host, port or '*')}")
         except zmq.ZMQError as error:
             raise TransportError(_bind_advice(host, port, error)) from None
         return int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
@@ -289,10 +289,7 @@ class Client:
 
     def connect(self, address: str) -> None:
         """Connect to the learner at `HOST:PORT`; returns at once, the connection is made in the background."""
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) < 65536:
-            raise ValueError(f"learner address {address!r} is not HOST:PORT, such as 127.0.0.1:29400")
-        self.address = address
+        self.address = join_address(*split_address(address))
         self.reset()
 
     def reset(self) -> None:
@@ -369,14 +366,6 @@ def peer_identity(name: str, incarnation: str) -> str:
     return f"{name}/{incarnation}"
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def _milliseconds(seconds: float) -> int:
     return max(0, round(seconds * 1000))
 
@@ -402,10 +391,6 @@ def _encode_bounded(message: Message, limit: int) -> Sequence[Frame]:
             "raise it on both sides, or shorten what is sent"
         )
     return frames
-
-
-def _bracket(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def _bind_advice(host: str, port: int, error: zmq.ZMQError) -> str:

@@ -16,7 +16,8 @@ import pytest
 import zmq
 
 from async_rl import protocol as p
-from async_rl.transport import Client, Server, TransportError, create_keys, is_loopback, load_keys
+from async_rl.addresses import is_loopback, join_address, split_address
+from async_rl.transport import Client, Server, TransportError, create_keys, load_keys
 
 LIMIT = 1 << 20
 PATIENCE_S = 20.0
@@ -312,12 +313,20 @@ def test_other_machines_are_kept_out_unless_the_user_says_so() -> None:
     assert not any(map(is_loopback, ("0.0.0.0", "10.0.0.1", "::", "somewhere")))
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.1:", ":29400", "127.0.0.1:x", "127.0.0.1:70000"])
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1", "127.0.0.1:", ":29400", "127.0.0.1:x", "127.0.0.1:70000", "h:-1", "h:²"]
+)
 def test_a_wrong_address_is_refused(address: str) -> None:
     client = Client("g0", "a1", LIMIT)
     with pytest.raises(ValueError, match="is not HOST:PORT"):
         client.connect(address)
     client.close()
+
+
+def test_addresses_of_both_families() -> None:
+    assert split_address("[::1]:29400") == ("::1", 29400)
+    assert split_address("learner.example:1") == ("learner.example", 1)
+    assert [join_address("::1", 5), join_address("127.0.0.1", 5)] == ["[::1]:5", "127.0.0.1:5"]
 
 
 async def test_keys_admit_their_holders_only(tmp_path: Path) -> None:
