@@ -1,0 +1,198 @@
+"""Rewards in worker processes that are killed at their timeout, so that no reward can stop a generator."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from async_rl.envs.reward_worker import LENGTH, RewardItem, RewardSpec, Value
+
+START_DEADLINE_S = 120.0
+"""A worker must have imported the reward function by then (it may load a model)."""
+EXIT_DEADLINE_S = 5.0
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """What scoring one completion gave: a finite value, or the reason why there is none."""
+
+    value: float | None
+    error: str | None = None
+    """One line that names the problem; set exactly when value is None."""
+    seconds: float = 0.0
+    """Wall time of the call that scored it."""
+
+
+class WorkerDied(Exception):
+    """The worker process ended, or was killed at a deadline; the message says how."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    problem_id: str
+    body: msgspec.Raw
+    """The encoded RewardItem."""
+    future: asyncio.Future[RewardResult]
+    alone: bool = False
+    """Its batch failed as a whole: scored again by itself, so that the innocent are not failed with the guilty."""
+
+
+class RewardPool:
+    """Worker processes that run one reward function.
+
+    What a completion gets does not depend on the number of workers or on who shares its batch: a batch call that
+    raises, hangs, dies or returns the wrong count is repeated one completion at a time. N completions that hang take
+    at most N * timeout_s / workers, plus the start of a worker each (with a batch function, plus one timeout a batch).
+    """
+
+    def __init__(self, spec: RewardSpec, workers: int, timeout_s: float, max_batch: int = 1):
+        self.spec = spec
+        self.timeout_s = timeout_s
+        self.max_batch = max_batch if spec.batch else 1
+        self.restarts = 0
+        """Workers replaced since the start."""
+        self._workers = [_Worker(spec) for _ in range(workers)]
+        self._jobs: deque[_Job] = deque()
+        self._arrived = asyncio.Condition()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Start all workers; raises ValueError when the function cannot be imported."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for worker in self._workers:
+                    group.create_task(worker.start())
+        except* WorkerDied as errors:
+            await self.close()
+            raise ValueError(f"environment.reward: {errors.exceptions[0]}") from None
+        self._tasks = [asyncio.create_task(self._serve(worker)) for worker in self._workers]
+
+    async def score(self, item: RewardItem) -> RewardResult:
+        """Score one completion; every failure is a result with an error."""
+        assert self._tasks, "RewardPool.start() comes before score()"
+        body = msgspec.Raw(msgspec.msgpack.encode(item))
+        job = _Job(item.problem_id, body, asyncio.get_running_loop().create_future())
+        await self._put([job])
+        return await job.future
+
+    async def close(self) -> None:
+        """Kill the workers; callable more than once."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(worker.kill() for worker in self._workers))
+
+    async def _put(self, jobs: list[_Job]) -> None:
+        async with self._arrived:
+            self._jobs.extend(jobs)
+            self._arrived.notify(len(jobs))
+
+    async def _take(self) -> list[_Job]:
+        """Wait for work: one job, or as many as one batch call takes."""
+        async with self._arrived:
+            await self._arrived.wait_for(lambda: self._jobs)
+            jobs = [self._jobs.popleft()]
+            while self._jobs and len(jobs) < self.max_batch and not (jobs[0].alone or self._jobs[0].alone):
+                jobs.append(self._jobs.popleft())
+        # A caller that was cancelled wants no result.
+        return [job for job in jobs if not job.future.done()]
+
+    async def _serve(self, worker: _Worker) -> None:
+        while True:
+            if jobs := await self._take():
+                await self._run(worker, jobs)
+
+    async def _run(self, worker: _Worker, jobs: list[_Job]) -> None:
+        begun = time.monotonic()
+        try:
+            if not worker.alive:
+                self.restarts += 1
+                await worker.start()
+                begun = time.monotonic()
+            values = await worker.call([job.body for job in jobs], self.timeout_s)
+        except WorkerDied as error:
+            values = [Value(error=str(error))] * len(jobs)
+        seconds = time.monotonic() - begun
+        if len(jobs) > 1 and all(value.error is not None for value in values):
+            await self._put([replace(job, alone=True) for job in jobs])
+            return
+        for job, value in zip(jobs, values, strict=True):
+            if not job.future.done():
+                job.future.set_result(self._result(job.problem_id, value, seconds))
+
+    def _result(self, problem_id: str, value: Value, seconds: float) -> RewardResult:
+        if value.error is None:
+            return RewardResult(value.value, None, seconds)
+        return RewardResult(None, f"problem {problem_id!r}: reward {self.spec.path}: {value.error}", seconds)
+
+
+@dataclass
+class _Worker:
+    """One worker process: the parent's end of its pipes."""
+
+    spec: RewardSpec
+    process: asyncio.subprocess.Process | None = field(default=None)
+
+    @property
+    def alive(self) -> bool:
+        return self.process is not None and self.process.returncode is None
+
+    async def start(self) -> None:
+        """Start a new process and wait until it has imported the function; raises WorkerDied."""
+        # A session of its own: killing it takes along what the reward started, and Ctrl-C does not reach it.
+        self.process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "async_rl.envs.reward_worker"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,
+            env={"OMP_NUM_THREADS": "1", **os.environ},
+        )
+        ready = msgspec.msgpack.decode(await self._exchange(self.spec, START_DEADLINE_S, "import"), type=Value)
+        if ready.error is not None:
+            await self.kill()
+            raise WorkerDied(f"cannot import {self.spec.path!r}: {ready.error}")
+
+    async def call(self, items: list[msgspec.Raw], timeout_s: float) -> list[Value]:
+        """Score the items in one message; raises WorkerDied when it ends or takes longer than the timeout."""
+        return msgspec.msgpack.decode(await self._exchange(items, timeout_s, "return"), type=list[Value])
+
+    async def kill(self) -> None:
+        """Kill the process and everything in its session."""
+        if self.process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        await asyncio.wait_for(self.process.wait(), EXIT_DEADLINE_S)
+
+    async def _exchange(self, message: object, deadline_s: float, verb: str) -> bytes:
+        assert self.process is not None and self.process.stdin is not None and self.process.stdout is not None
+        body = msgspec.msgpack.encode(message)
+        try:
+            async with asyncio.timeout(deadline_s):
+                self.process.stdin.write(LENGTH.pack(len(body)) + body)
+                await self.process.stdin.drain()
+                (size,) = LENGTH.unpack(await self.process.stdout.readexactly(LENGTH.size))
+                return await self.process.stdout.readexactly(size)
+        except TimeoutError:
+            await self.kill()
+            raise WorkerDied(f"did not {verb} within {deadline_s:g} s and was killed") from None
+        except (asyncio.IncompleteReadError, ConnectionError):
+            await self.kill()
+            raise WorkerDied(f"the worker process died ({_ending(self.process.returncode)})") from None
+        except asyncio.CancelledError:
+            await self.kill()
+            raise
+
+
+def _ending(returncode: int | None) -> str:
+    if returncode is not None and returncode < 0:
+        return f"signal {signal.Signals(-returncode).name}"
+    return f"exit status {returncode}"

@@ -1,0 +1,108 @@
+"""From prompts to token ids and from token ids to text: one function each way, used wherever either is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from async_rl.config.schema import DataConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Prompt = str | Sequence[dict[str, Any]]
+"""Text, or messages {role, content}."""
+
+
+class Rendered(NamedTuple):
+    """A prompt as the policy sees it."""
+
+    text: str
+    ids: np.ndarray
+    """int32 [P]"""
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """Load a model folder's tokenizer.
+
+    With a tokenizer.json this imports no torch (1 s; AutoTokenizer takes 4 s and imports it).
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ValueError(f"model.path: no folder {str(folder)!r}; it must hold a Hugging Face model and its tokenizer")
+    if (folder / "tokenizer.json").is_file():
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def uses_chat_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> bool:
+    """Say whether prompts are rendered with the chat template; ValueError for settings that contradict it."""
+    has_template = bool(tokenizer.chat_template)
+    if data.chat_template == "always" and not has_template:
+        raise ValueError("data.chat_template = 'always', but the tokenizer has no chat template; set 'auto' or 'never'")
+    uses = has_template and data.chat_template != "never"
+    if data.system_prompt is not None and not uses:
+        raise ValueError(
+            "data.system_prompt has no effect: prompts are not rendered with a chat template "
+            f"(data.chat_template = {data.chat_template!r}, tokenizer has {'one' if has_template else 'none'}); "
+            "remove it"
+        )
+    return uses
+
+
+def render_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, data: DataConfig) -> Rendered:
+    """Render a prompt to text and tokens, the generation prompt included and at most one BOS token in front.
+
+    Length checks and generation both use this result, so that they cannot disagree.
+    """
+    if uses_chat_template(tokenizer, data):
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
+        if data.system_prompt is not None:
+            if messages[0]["role"] == "system":
+                raise ValueError(
+                    "the prompt starts with a system message of its own, and data.system_prompt is set; remove one"
+                )
+            messages.insert(0, {"role": "system", "content": data.system_prompt})
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        # Templates write BOS themselves.
+        return Rendered(text, _encode(tokenizer, text, add_special_tokens=False))
+    if not isinstance(prompt, str):
+        raise ValueError(
+            "the prompt is a list of messages, which needs a chat template; give text, or a tokenizer with one"
+        )
+    starts_with_bos = bool(tokenizer.bos_token) and prompt.startswith(str(tokenizer.bos_token))
+    ids = _encode(tokenizer, prompt, add_special_tokens=not starts_with_bos)
+    # Some tokenizers close every text with EOS; a prompt is to be continued.
+    if len(ids) and ids[-1] == tokenizer.eos_token_id and not prompt.endswith(str(tokenizer.eos_token)):
+        ids = ids[:-1]
+    return Rendered(prompt, ids)
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool) -> np.ndarray:
+    return np.asarray(tokenizer.encode(text, add_special_tokens=add_special_tokens), dtype=np.int32)
+
+
+def stop_ids(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> tuple[int, ...]:
+    """Return the token of each stop text; ValueError for a text that is not exactly one token."""
+    ids = []
+    for text in stop:
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        if len(tokens) != 1 or tokens[0] == tokenizer.unk_token_id:
+            raise ValueError(
+                f"sampling.stop: {text!r} is {tokenizer.convert_ids_to_tokens(tokens)}, {len(tokens)} tokens of this "
+                "tokenizer; each stop text must be exactly one known token"
+            )
+        ids.append(int(tokens[0]))
+    return tuple(ids)
+
+
+def completion_text(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> str:
+    """Decode a completion for scoring: special tokens left out, white space as sampled."""
+    return str(tokenizer.decode(ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False))
