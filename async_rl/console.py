@@ -129,7 +129,7 @@ class Console:
         return row
 
     def _remaining_s(self, step: int) -> float | None:
-        """Remaining steps times the mean of the last ones, without the first, which includes start-up, where possible."""
+        """Remaining steps times the mean of the last ones, without the first (it includes start-up) where possible."""
         ends = list(self._ends)[1:] if len(self._ends) > 2 else list(self._ends)
         if len(ends) < 2:
             return None
