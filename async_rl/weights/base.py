@@ -76,6 +76,11 @@ def check_manifest(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]] | N
         )
 
 
+def host_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor; a copy only if it lies on a GPU."""
+    return tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy().data
+
+
 class Checksum:
     """xxh3_128 over the bytes of tensors in the order of the manifest (padding between them does not count)."""
 
@@ -84,8 +89,7 @@ class Checksum:
 
     def update(self, tensor: torch.Tensor) -> None:
         """Add one contiguous tensor; on a GPU its bytes are copied to the host for this."""
-        if tensor.numel():
-            self._hash.update(tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy().data)
+        self._hash.update(host_bytes(tensor))
 
     def hexdigest(self) -> str:
         """The hash so far."""
@@ -120,7 +124,7 @@ class BucketLayout:
         self.places.append((len(self.sizes) - 1, start))
         return self.places[-1]
 
-    def allocate(self, device: torch.device) -> list[torch.Tensor]:
+    def allocate(self, device: torch.device | str = "cpu") -> list[torch.Tensor]:
         """Fresh uint8 buckets."""
         return [torch.empty(size, dtype=torch.uint8, device=device) for size in self.sizes]
 

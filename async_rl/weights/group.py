@@ -31,6 +31,8 @@ NEWS_S = 0.1
 """Seconds between looks into the store while a transfer runs."""
 STORE_TIMEOUT_S = 10.0
 """Longest wait for one answer of the store."""
+SLACK_S = 1.0
+"""Seconds by which Gloo's own timeouts come after the deadline, so that the error is ours."""
 GAVE_UP, TROUBLE, GO = "gave-up", "trouble", "go"
 """Store keys: the sender gave up (why), a receiver failed (why), every rank is here."""
 
@@ -73,7 +75,7 @@ class Group:
             if len(self._works) == IN_FLIGHT:
                 yield self._finish_oldest(deadline, where(done))
                 done += 1
-            timeout = timedelta(seconds=deadline.left() + POLL_S)
+            timeout = timedelta(seconds=deadline.left() + SLACK_S)
             self._works.append((bucket, self._group.broadcast(bucket, 0, timeout)))
         while self._works:
             yield self._finish_oldest(deadline, where(done))
@@ -93,6 +95,7 @@ class Group:
         try:
             work.wait()
         except RuntimeError as error:
+            self.raise_news(where)  # A reset connection is often the echo of what a rank has reported.
             raise WeightsError(f"{where}: {_first_line(error)}") from error
         self._works.popleft()
         return bucket
@@ -150,7 +153,7 @@ class Group:
             return ProcessGroupNCCL(self._store, self.rank, self.size, nccl)
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [ProcessGroupGloo.create_device(hostname=_local_address(*self._learner))]
-        options._timeout, options._threads = timedelta(seconds=deadline.left() + POLL_S), IN_FLIGHT
+        options._timeout, options._threads = timedelta(seconds=deadline.left() + SLACK_S), IN_FLIGHT
         return ProcessGroupGloo(self._store, self.rank, self.size, options)
 
 
