@@ -8,6 +8,8 @@ An update, from outside to inside:
 from __future__ import annotations
 
 import asyncio
+import gc
+import shutil
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -60,6 +62,7 @@ class VllmEngine(Engine):
         self.load_timeout_s = load_timeout_s
         self.receivers = config.tensor_parallel
         self._llm: Any = None
+        self._sockets: Path | None = None
         self._watch: vllm_process.ProcessWatch | None = None
         self._failure: EngineError | None = None
         self._gate = asyncio.Event()
@@ -69,7 +72,7 @@ class VllmEngine(Engine):
 
     async def start(self) -> None:
         """Start vLLM's processes (about 30 s); the loop stays free meanwhile. Raises EngineError with the cause."""
-        vllm_process.prepare_environment(self.threads)
+        self._sockets = vllm_process.prepare_environment(self.threads)
         try:
             self._llm = await asyncio.to_thread(self._build)
         except Exception as error:  # anything that keeps vLLM from starting, with its own words
@@ -98,12 +101,13 @@ class VllmEngine(Engine):
 
     async def sample(self, request: SampleRequest) -> Sample:
         """Sample one completion; new requests wait while weights load (bounded by the load's own timeouts)."""
+        from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         self._check_length(request)
         await self._gate.wait()
         self._raise_failure()
-        prompt = {"prompt_token_ids": request.prompt_ids.tolist(), "cache_salt": str(self._label)}
+        prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=str(self._label))
         try:
             outputs = [o async for o in self._llm.generate(prompt, _parameters(request.sampling), request.request_id)]
         except (EngineDeadError, EngineGenerateError) as error:
@@ -245,9 +249,15 @@ class VllmEngine(Engine):
             return
         self._fail("the engine was closed")
         llm, self._llm = self._llm, None
-        await asyncio.to_thread(llm.shutdown, CLOSE_S)
+        if llm.output_handler is not None:
+            llm.output_handler.cancel()  # else it logs the end of its process as an error
         assert self._watch is not None
-        await asyncio.to_thread(self._watch.kill, CLOSE_S)
+        await asyncio.gather(asyncio.to_thread(llm.shutdown, CLOSE_S), asyncio.to_thread(self._watch.kill_workers))
+        await asyncio.to_thread(self._watch.kill_all)
+        if self._sockets is not None:
+            shutil.rmtree(self._sockets, ignore_errors=True)
+        del llm
+        gc.collect()  # an AsyncLLM collected at interpreter exit prints a traceback
 
 
 def _parameters(sampling: SamplingParams) -> Any:

@@ -6,12 +6,8 @@ receives bytes in a background thread while it samples; only `weights_load` need
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
-import os
-import select
-import signal
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +22,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from async_rl.engines.vllm_process import BACKEND, OWNER_VARIABLE, published_shapes
+from async_rl.engines.vllm_process import BACKEND, end_with_owner, published_shapes
 from async_rl.protocol import EpochInfo, Manifest
 from async_rl.weights.base import ReceivedWeights, check_manifest
 from async_rl.weights.broadcast import Receiver
@@ -42,16 +38,9 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     WeightTransferEngineFactory.register_engine(BACKEND, __name__, "HeldWeightsEngine")
-    owner = int(os.environ.get(OWNER_VARIABLE, os.getpid()))
-    if owner != os.getpid():
-        threading.Thread(target=_end_with, args=(owner,), name="owner-watch", daemon=True).start()
-
-
-def _end_with(owner: int) -> None:
-    """Kill this process when `owner` is gone: vLLM's engine core would outlive a killed parent and keep its memory."""
-    with contextlib.suppress(ProcessLookupError):
-        select.select([os.pidfd_open(owner)], [], [])
-    os.kill(os.getpid(), signal.SIGKILL)
+    # Its warnings name layers that no checkpoint holds, at every update; names are compared before a transfer instead.
+    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+    end_with_owner()
 
 
 class Job(threading.Thread):

@@ -5,6 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
+import signal
+import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +22,14 @@ BACKEND = "async_rl"
 """Name of our weight-transfer engine in vLLM's registry."""
 OWNER_VARIABLE = "ASYNC_RL_ENGINE_OWNER"
 """Environment variable with the pid of the generator; vLLM's processes end with it, however it ends."""
+GRACE_S = 1.0
+"""Seconds that a process gets to end by itself, and to be gone once killed."""
 
 
-def prepare_environment(threads: int) -> None:
-    """Set what vLLM reads from the environment; must come before the first import of vllm."""
+def prepare_environment(threads: int) -> Path:
+    """Set what vLLM reads from the environment, before its first import; return the folder of its sockets."""
+    sockets = Path(tempfile.mkdtemp(prefix="async-rl-"))
+    os.environ["VLLM_RPC_BASE_PATH"] = str(sockets)  # left to itself it strews its sockets over the temporary folder
     os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ[OWNER_VARIABLE] = str(os.getpid())
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads: a forked child could deadlock
@@ -31,6 +39,23 @@ def prepare_environment(threads: int) -> None:
         "VLLM_NO_USAGE_STATS": "1",
     }.items():
         os.environ.setdefault(name, value)
+    return sockets
+
+
+def end_with_owner() -> None:
+    """In a process of vLLM: end it when its owner is gone, however that ended.
+
+    vLLM's engine core would outlive a killed parent and keep its memory and cores.
+    """
+    owner = int(os.environ.get(OWNER_VARIABLE, os.getpid()))
+    if owner != os.getpid():
+        threading.Thread(target=_kill_after, args=(owner,), name="owner-watch", daemon=True).start()
+
+
+def _kill_after(owner: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        select.select([os.pidfd_open(owner)], [], [])
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def engine_arguments(
@@ -85,28 +110,29 @@ class ProcessWatch:
 
     def __init__(self, roots: Sequence[int]):
         """`roots` are the pids that the engine's client started; their descendants belong to it."""
-        found = [psutil.Process(pid) for pid in roots]
-        found += [child for root in found for child in root.children(recursive=True)]
-        self.processes = {process: _name(process) for process in found}
+        self.roots = [psutil.Process(pid) for pid in roots]
+        self.workers = [child for root in self.roots for child in root.children(recursive=True)]
+        self.names = {process: process.name() for process in (*self.roots, *self.workers)}
 
     def dead(self) -> list[str]:
         """Those that ended."""
-        return sorted(f"{name} (pid {p.pid})" for p, name in self.processes.items() if not _alive(p))
+        return sorted(f"{name} (pid {process.pid})" for process, name in self.names.items() if not _alive(process))
 
-    def kill(self, grace_s: float) -> None:
-        """Wait up to `grace_s` for all to end, then kill the rest."""
-        _, alive = psutil.wait_procs(list(self.processes), timeout=grace_s)
-        for process in alive:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(alive, timeout=grace_s)
+    def kill_workers(self) -> None:
+        """Kill the workers of engine cores that were asked to end: on their own they take seconds, and hold nothing."""
+        _kill(self.workers, GRACE_S)
+
+    def kill_all(self) -> None:
+        """Kill whatever is left."""
+        _kill([*self.roots, *self.workers], GRACE_S)
 
 
-def _name(process: psutil.Process) -> str:
-    try:
-        return process.name()
-    except psutil.NoSuchProcess:
-        return "unknown"
+def _kill(processes: Sequence[psutil.Process], grace_s: float) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=grace_s)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=grace_s)
 
 
 def _alive(process: psutil.Process) -> bool:

@@ -1,0 +1,144 @@
+"""One vLLM engine with a learner's sending side and the torch models that it should agree with."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import itertools
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from async_rl.config import schema
+from async_rl.engines import vllm_plugin
+from async_rl.engines.base import LoadReport, Sample, SampleRequest
+from async_rl.engines.vllm import VllmEngine
+from async_rl.protocol import EpochInfo, Manifest, SamplingParams
+from async_rl.weights.base import SendBuffers
+from async_rl.weights.broadcast import Sender
+
+TEMPERATURE = 0.7
+DEADLINE_S = 30.0
+SLOTS = 8
+PROMPT = np.arange(5, 15, dtype=np.int32)
+REPACK_HEADS = vllm_plugin.repack_heads
+
+
+class FaultyWorker(vllm_plugin.WorkerExtension):
+    """A worker that can be broken on purpose, and looked into."""
+
+    def faults_forget_heads(self, forget: bool) -> None:
+        """Switch the renewal of packed LM heads off or on."""
+        vllm_plugin.repack_heads = (lambda model: None) if forget else REPACK_HEADS
+
+    def faults_break_load(self) -> None:
+        """Let the next load fail half way."""
+        held = self.weight_transfer_engine.held
+
+        class Broken:
+            manifest = held.manifest
+
+            def tensors(self):
+                yield from itertools.islice(held.tensors(), 5)
+                raise RuntimeError("broken on purpose")
+
+        self.weight_transfer_engine.held = Broken()
+
+    def faults_running(self) -> list[str]:
+        """Requests in the worker's batch."""
+        return [name for name in self.model_runner.input_batch.req_ids if name is not None]
+
+
+class Rig:
+    """Publishes random weights to an engine; `models[version]` is the torch model of each version."""
+
+    def __init__(self, path: Path, kv_cache_bytes: int = 1 << 26):
+        VllmEngine.worker_extension = "tests.engines.vllm_rig.FaultyWorker"
+        self.engine = VllmEngine(
+            schema.VllmEngine(kv_cache_bytes=kv_cache_bytes),
+            schema.ModelConfig(path=str(path)),
+            max_model_len=512,
+            slots=SLOTS,
+            threads=1,
+        )
+        self.models: dict[int, PreTrainedModel] = {0: AutoModelForCausalLM.from_pretrained(path).eval()}
+        self.sender = Sender("127.0.0.1", "gloo")
+        self.epoch = 0
+        self.buffers = SendBuffers(bucket_bytes=1 << 18)
+        self.requests = itertools.count()
+
+    def info(self, deadline_s: float = DEADLINE_S, port: int | None = None) -> EpochInfo:
+        """The next epoch: this engine and one sender."""
+        self.epoch += 1
+        return EpochInfo(
+            epoch=self.epoch,
+            backend="gloo",
+            host="127.0.0.1",
+            port=port or self.sender.port,
+            rank=1,
+            size=2,
+            deadline_s=deadline_s,
+        )
+
+    async def join(self) -> None:
+        info = self.info()
+        sending = asyncio.to_thread(self.sender.join, info.epoch, info.size, info.deadline_s)
+        await asyncio.gather(sending, self.engine.join_epoch(info))
+
+    def fill(self) -> Manifest:
+        """Make the next version: other random weights of the same model."""
+        version = len(self.models)
+        self.models[version] = model = redrawn(self.models[0], seed=version)
+        self.buffers.fill((name, parameter.detach()) for name, parameter in model.named_parameters())
+        return self.buffers.manifest("run", version)
+
+    async def receive(self, manifest: Manifest) -> str:
+        """Send what `fill` made; the engine holds it then."""
+        if self.sender.epoch is None:
+            await self.join()
+        sending = asyncio.to_thread(self.sender.send, self.buffers, manifest, DEADLINE_S)
+        _, checksum = await asyncio.gather(sending, self.engine.receive(self.epoch, manifest, DEADLINE_S))
+        return checksum
+
+    async def publish(self) -> LoadReport:
+        """Make, send and load the next version."""
+        manifest = self.fill()
+        await self.receive(manifest)
+        return await self.engine.load(manifest)
+
+    async def sample(self, max_tokens: int = 40, seed: int = 0, prompt: np.ndarray = PROMPT, **sampling) -> Sample:
+        params = SamplingParams(max_tokens=max_tokens, temperature=TEMPERATURE, seed=seed, **sampling)
+        return await self.engine.sample(SampleRequest(f"request-{next(self.requests)}", prompt, params))
+
+    def start_samples(self, count: int, max_tokens: int) -> list[asyncio.Task[Sample]]:
+        """Several long requests that run at once."""
+        return [asyncio.create_task(self.sample(max_tokens, seed)) for seed in range(count)]
+
+    def reference(self, version: int, sample: Sample, prompt: np.ndarray = PROMPT) -> np.ndarray:
+        """float32 [L], what the torch model of `version` says about the sampled tokens."""
+        ids = torch.tensor(np.concatenate([prompt, sample.completion_ids]), dtype=torch.long)[None]
+        with torch.no_grad():
+            logits = self.models[version](ids).logits[0, len(prompt) - 1 : -1]
+        logprobs = torch.log_softmax(logits.float() / TEMPERATURE, dim=-1)
+        return logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
+
+    def gap(self, version: int, sample: Sample, prompt: np.ndarray = PROMPT) -> np.ndarray:
+        """float32 [L], distance between engine and torch model of `version`."""
+        return np.abs(sample.logprobs - self.reference(version, sample, prompt))
+
+    async def close(self) -> None:
+        await self.engine.close()
+        self.sender.close()
+
+
+def redrawn(model: PreTrainedModel, seed: int) -> PreTrainedModel:
+    """The same model with other weights; norms are spread too, so that every tensor matters."""
+    model = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * 0.1
+            parameter.copy_(noise if parameter.ndim > 1 else 1 + noise)
+    return model
