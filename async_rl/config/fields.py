@@ -13,6 +13,7 @@ from msgspec import inspect
 from async_rl.config.schema import Config
 
 REQUIRED = inspect.NODEFAULT
+SectionClass = type[msgspec.Struct]
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class Setting:
     default: Any
     """REQUIRED when the user must give a value."""
     help: str
+    owner: SectionClass
+    """The section's class."""
     variant: str | None = None
 
     @property
@@ -64,6 +67,16 @@ def allows(type_: inspect.Type, *kinds: type[inspect.Type]) -> bool:
     return any(isinstance(member, kinds) for member in alternatives(type_))
 
 
+def item_type(type_: inspect.Type) -> inspect.Type:
+    """Type of a list's items; NoneType where it is no list."""
+    for member in alternatives(type_):
+        if isinstance(member, inspect.VarTupleType):
+            return member.item_type
+        if isinstance(member, inspect.TupleType):
+            return member.item_types[0]
+    return inspect.NoneType()
+
+
 def fields_of(type_: inspect.Type, values: Mapping[str, Any]) -> dict[str, inspect.Field]:
     """Fields of a section, of the member that `values["type"]` names where it is a union; empty for a plain value."""
     for member in structs(type_):
@@ -82,36 +95,28 @@ def root() -> inspect.StructType:
 
 def _walk(type_: inspect.Type, prefix: str, default: Any) -> Iterator[Setting]:
     for member in structs(type_):
-        variant = str(member.tag) if member.tag is not None else None
+        variant = None if member.tag is None else str(member.tag)
         known = isinstance(default, member.cls)
         for field in member.fields:
             path = f"{prefix}{field.encode_name}"
             value = getattr(default, field.name) if known else field.default
-            if structs(field.type):
-                if tags(field.type):
-                    tag = REQUIRED if value is REQUIRED else tag_of(value)
-                    yield Setting(f"{path}.type", field.type, tag, help_of(field.type))
-                yield from _walk(field.type, f"{path}.", value)
-            else:
-                yield Setting(path, field.type, value, help_of(field.type), variant)
+            if not structs(field.type):
+                yield Setting(path, field.type, value, help_of(field.type), member.cls, variant)
+                yield from _walk(item_type(field.type), f"{path}[].", REQUIRED)
+                continue
+            if tags(field.type):
+                tag = REQUIRED if value is REQUIRED else tag_of(value)
+                yield Setting(f"{path}.type", field.type, tag, help_of(field.type), member.cls)
+            yield from _walk(field.type, f"{path}.", value)
 
 
 @cache
 def settings() -> tuple[Setting, ...]:
-    """Every setting in the order of the schema; settings of a union's members follow its `type`."""
+    """Every setting in the order of the schema; [] in a path stands for each item of a list."""
     return tuple(_walk(root(), "", REQUIRED))
 
 
-def tag_of(section: msgspec.Struct) -> str | None:
-    """The `type` of a section that is a member of a tagged union."""
-    tag = section.__struct_config__.tag
+def tag_of(section: object) -> str | None:
+    """The `type` of a section that is a member of a tagged union; None for anything else."""
+    tag = section.__struct_config__.tag if isinstance(section, msgspec.Struct) else None
     return None if tag is None else str(tag)
-
-
-def section_docs() -> dict[str, str]:
-    """First sentence of each top-level section's docstring."""
-    return {
-        field.encode_name: (structs(field.type)[0].cls.__doc__ or "").strip().splitlines()[0]
-        for field in root().fields
-        if len(structs(field.type)) == 1
-    }

@@ -19,7 +19,7 @@ import msgspec
 from msgspec import inspect
 
 from async_rl.config.checks import ConfigError, check_config
-from async_rl.config.fields import alternatives, settings
+from async_rl.config.fields import alternatives, item_type, settings
 from async_rl.config.merge import Layers, number, parse_value, type_at
 from async_rl.config.schema import Config
 
@@ -148,10 +148,9 @@ def _missing(path: str) -> str:
 
 def _choices(path: str) -> str:
     """The values of a setting, or of the items of one that is a list."""
-    found = []
+    found: list[str] = []
     for setting in settings():
         if setting.path == path:
-            for member in alternatives(setting.type):
-                member = member.item_type if isinstance(member, inspect.VarTupleType) else member
-                found += [str(value) for value in member.values] if isinstance(member, inspect.LiteralType) else []
+            types = (*alternatives(setting.type), *alternatives(item_type(setting.type)))
+            found += [str(value) for t in types if isinstance(t, inspect.LiteralType) for value in t.values]
     return f"expected one of {', '.join(found)}"

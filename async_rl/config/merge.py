@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import inspect
 
 from async_rl.config.checks import ConfigError, nearest
-from async_rl.config.fields import REQUIRED, allows, alternatives, fields_of, root, settings, structs, tag_of, tags
+from async_rl.config.fields import REQUIRED, allows, fields_of, item_type, root, settings, structs, tag_of, tags
 
 
 class Layers:
@@ -132,17 +132,8 @@ def parse_value(text: str, type_: inspect.Type | None) -> Any:
     if isinstance(value, str) and allows(type_, inspect.FloatType, inspect.IntType):
         return number(value)
     if not isinstance(value, list) and allows(type_, inspect.VarTupleType, inspect.TupleType):
-        return [parse_value(part.strip(), _item_type(type_)) for part in text.split(",")]
+        return [parse_value(part.strip(), item_type(type_)) for part in text.split(",")]
     return value
-
-
-def _item_type(type_: inspect.Type) -> inspect.Type | None:
-    for member in alternatives(type_):
-        if isinstance(member, inspect.VarTupleType):
-            return member.item_type
-        if isinstance(member, inspect.TupleType):
-            return member.item_types[0]
-    return None
 
 
 def number(text: str) -> Any:
