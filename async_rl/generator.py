@@ -19,14 +19,17 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
 from async_rl import protocol as p
+from async_rl.addresses import join_address
 from async_rl.config import Config, ConfigError
+from async_rl.engines import build_engine
 from async_rl.engines.base import Engine, EngineError, Sample, SampleRequest
-from async_rl.envs.base import EnvironmentBase
+from async_rl.envs.base import Environment, build_environment
+from async_rl.envs.tokenize import completion_text, load_tokenizer
 from async_rl.transport import Client
 from async_rl.weights.errors import WeightsError
 
@@ -34,12 +37,6 @@ log = logging.getLogger(__name__)
 
 LEAVE_DEADLINE_S = 10.0
 """Seconds that a leaving generator waits for its last messages to be acknowledged."""
-
-
-class Decoder(Protocol):
-    """The part of a tokenizer that a generator needs."""
-
-    def decode(self, token_ids: list[int], skip_special_tokens: bool = ...) -> str: ...
 
 
 @dataclass
@@ -77,20 +74,21 @@ class Generator:
         self,
         config: Config,
         engine: Engine,
-        environment: EnvironmentBase,
-        decoder: Decoder,
+        environment: Environment,
+        tokenizer: Any,
         client: Client,
         name: str,
+        incarnation: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.engine = engine
         self.environment = environment
-        self.decoder = decoder
+        self.tokenizer = tokenizer
         self.client = client
         self.name = name
         self.clock = clock
-        self.incarnation = uuid.uuid4().hex
+        self.incarnation = incarnation
         self.run_id: str | None = None
         self.work: dict[p.LeaseKey, asyncio.Task[None]] = {}
         self.unacknowledged: dict[p.LeaseKey, p.Finished] = {}
@@ -310,11 +308,13 @@ class Generator:
         )
         sampled = self.clock()
         self.counts["generated_tokens"] += len(sample.completion_ids)
-        text = self.decoder.decode(sample.completion_ids.tolist(), skip_special_tokens=True)
+        text = completion_text(self.tokenizer, sample.completion_ids)
         if sample.finish == "aborted":
-            return _trajectory(sample, "failed", None, "sampling was aborted by the engine", text, sampled - started, 0.0)
-        result = await self.environment.score(lease.problem, text)
-        status: p.TrajectoryStatus = "complete" if sample.finish == "stop" else "truncated"
+            why = "sampling was aborted by the engine"
+            return _trajectory(sample, "failed", None, why, text, sampled - started, 0.0)
+        truncated = sample.finish == "length"
+        result = await self.environment.score(lease.problem, text, truncated=truncated)
+        status: p.TrajectoryStatus = "truncated" if truncated else "complete"
         if result.value is None:
             status = "failed"
         return _trajectory(
@@ -428,3 +428,58 @@ def _trajectory(
         sample_s=sample_s,
         reward_s=reward_s,
     )
+
+
+# --- process -------------------------------------------------------------------------------------
+
+
+def default_name() -> str:
+    """host-pid: unique on a cluster, readable in logs."""
+    return f"{socket.gethostname()}-{os.getpid()}"
+
+
+def run_generator(config: Config, learner: str | None, name: str | None) -> int:
+    """Run one generator until its learner ends the run (0) or it is told to leave (130).
+
+    Raises ConfigError when the learner refuses it, ConnectionError when none answers, EngineError when the engine dies.
+    """
+    address = learner or join_address(config.transport.host, config.transport.port)
+    return asyncio.run(_serve(config, address, name or default_name()))
+
+
+async def _serve(config: Config, address: str, name: str) -> int:
+    incarnation = uuid.uuid4().hex
+    tokenizer = load_tokenizer(config.model.path)
+    environment = build_environment(config)
+    await environment.start()
+    engine = build_engine(config, seed=config.run.seed, threads=generator_threads(config))
+    client = Client(name, incarnation, config.transport.max_message_bytes)
+    try:
+        log.info("starting the %s engine", type(engine).__name__)
+        await engine.start()
+        client.connect(address)
+        generator = Generator(config, engine, environment, tokenizer, client, name, incarnation)
+        interrupted = _leave_on_signals(generator)
+        log.info("generator %s works for %s", name, address)
+        reason = await generator.run()
+        log.info("generator %s ends: %s", name, reason)
+        return 130 if interrupted else 0
+    finally:
+        client.close()
+        await engine.close()
+        await environment.close()
+
+
+def _leave_on_signals(generator: Generator) -> list[str]:
+    """SIGINT and SIGTERM make the generator leave cleanly; the returned list names the first that came."""
+    loop = asyncio.get_running_loop()
+    came: list[str] = []
+    leaving: set[asyncio.Task[None]] = set()
+
+    def leave(number: signal.Signals) -> None:
+        came.append(number.name)
+        leaving.add(loop.create_task(generator.leave(f"{number.name} on {generator.name}")))
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, leave, number)
+    return came

@@ -1,0 +1,673 @@
+"""The coordinator: one thread that owns the socket, the ledger, the members and the publications.
+
+It wires pure state machines (ledger, membership, publication, evaluation) to the transport and to a clock; it decides
+nothing that they decide. It imports no torch: the blocking work of a publication is done by `transfer`, whose futures
+come back as calls into this thread. The learner talks to it through the methods under "called by the learner", which
+are safe from any thread; all others run on the coordinator's own.
+
+One turn: take messages and calls, expire silent members, advance publication and evaluation, lease, serve the batch.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from pathlib import Path
+from typing import Any, TypeVar
+from typing import Protocol as TypingProtocol
+
+from async_rl import protocol as p
+from async_rl import publication as pub
+from async_rl.addresses import join_address
+from async_rl.buffer import Ledger, TrajectoryGroup
+from async_rl.config import Config
+from async_rl.evaluation import EvaluationResult, Evaluations
+from async_rl.fleet import FleetMeter
+from async_rl.http import StatusServer
+from async_rl.leasing import Leasing
+from async_rl.membership import Member, Membership
+from async_rl.metrics import Metrics
+from async_rl.transport import Server, peer_identity
+
+log = logging.getLogger(__name__)
+
+TURN_S = 0.25
+"""Longest sleep of a turn; deadlines are seen at this resolution."""
+MAX_SHOWN_ERRORS = 5
+"""Failed members whose error is shown; later ones are only counted."""
+
+T = TypeVar("T")
+
+
+class StallError(RuntimeError):
+    """Nothing moved for run.stall_timeout_s; the message names the wait."""
+
+
+class Transfer(TypingProtocol):
+    """The blocking half of publication, done elsewhere; futures raise WeightsError."""
+
+    @property
+    def store(self) -> tuple[str, int]:
+        """Host and port of the rendezvous store."""
+        ...
+
+    @property
+    def backend(self) -> Any:
+        """gloo or nccl."""
+        ...
+
+    def join(self, epoch: int, size: int, deadline_s: float) -> Future[float]:
+        """Build the group of an epoch; gives seconds."""
+        ...
+
+    def send(self, manifest: p.Manifest, deadline_s: float) -> Future[float]:
+        """Broadcast in the group that stands; gives seconds."""
+        ...
+
+    def snapshot(self, manifest: p.Manifest) -> Future[Path]:
+        """Write a file of the version; gives its path."""
+        ...
+
+
+class BatchRequest:
+    """The learner's wait for one batch."""
+
+    def __init__(self) -> None:
+        self.future: Future[tuple[TrajectoryGroup, ...] | None] = Future()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether the batch (or the end of the data, or an error) is there after at most `timeout_s`."""
+        try:
+            self.future.exception(timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    def result(self) -> tuple[TrajectoryGroup, ...] | None:
+        """The groups; None when the data is at its end. Raises what stopped the coordinator."""
+        return self.future.result()
+
+
+class Coordinator:
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        run_id: str,
+        ledger: Ledger,
+        evaluations: Evaluations,
+        leasing: Leasing,
+        transfer: Transfer,
+        notify: Callable[[str], None] = log.info,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.run_id = run_id
+        self.ledger = ledger
+        self.evaluations = evaluations
+        self.leasing = leasing
+        self.transfer = transfer
+        self.notify = notify
+        self.clock = clock
+        self.members = Membership(config.transport.heartbeat_timeout_s)
+        self.publications = pub.Publications(
+            pub.PublicationSettings(deadline_s=config.weights.deadline_s), self.members.epochs
+        )
+        self.meter = FleetMeter()
+        self.server = Server(config.transport.max_message_bytes)
+        self.http = StatusServer(self.status, self._values, self._snapshots_get, self._problem)
+        self.addresses: dict[str, str] = {}
+        self._manifest: p.Manifest | None = None
+        self._snapshots: dict[int, Path] = {}
+        self._snapshot_jobs = 0
+        self._batch: tuple[TrajectoryGroup, ...] | None = None
+        self._request: BatchRequest | None = None
+        self._results: list[EvaluationResult] = []
+        self._publication_metrics = Metrics()
+        self._loads: list[p.Loaded] = []
+        self._evaluate_after: set[int] = set()
+        self._last_values: dict[str, float] = {}
+        self._num_errors = 0
+        self._work_changed = True
+        self._progress_at = clock()
+        self._progress_mark: Any = None
+        self._stop_reason: str | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
+
+    # --- called by the learner, from any thread ------------------------------------------------
+
+    def start(self) -> dict[str, str]:
+        """Open the ports and begin; returns the addresses {"learner": "host:port", "http": "host:port"}.
+
+        Raises ValueError for an address that must not be bound, TransportError or OSError for one that cannot.
+        """
+        t = self.config.transport
+        port = self.server.bind(t.host, t.port, t.insecure)
+        http_port = self.http.start(t.host, t.http_port, t.insecure)
+        self.addresses = {"learner": join_address(t.host, port), "http": join_address(t.host, http_port)}
+        self._progress_at = self.clock()
+        self._thread.start()
+        return self.addresses
+
+    def request_batch(self) -> BatchRequest:
+        """Ask for the next batch; one request at a time."""
+        request = BatchRequest()
+
+        def register() -> None:
+            assert self._request is None, "one batch request at a time"
+            self._request = request
+
+        self._call(register)
+        return request
+
+    def withdraw(self, request: BatchRequest) -> None:
+        """The learner no longer waits for this batch."""
+
+        def forget() -> None:
+            if self._request is request:
+                self._request = None
+
+        self._call(forget)
+
+    def trained(self) -> None:
+        """The batch in flight has made the next policy version."""
+
+        def note() -> None:
+            assert self._batch is not None, "trained without a batch"
+            self.ledger.trained(self._batch)
+            self._batch = None
+            self._work_changed = True
+
+        self._call(note)
+
+    def publish(self, manifest: p.Manifest, evaluate: bool) -> None:
+        """Begin the publication of what is in the send buffers; `wait_for_publication` comes first."""
+        self._call(lambda: self._start_publication(manifest, evaluate))
+
+    def wait_for_publication(self, deadline_s: float) -> None:
+        """Return once no publication and no snapshot needs the send buffers.
+
+        Raises TimeoutError that says what is waited for, or what stopped the coordinator.
+        """
+        deadline = time.monotonic() + deadline_s
+        while not self._ask(lambda: self.publications.round is None and self._snapshot_jobs == 0):
+            if time.monotonic() > deadline:
+                waits = self._ask(lambda: self.publications.describe(self.clock()))
+                raise TimeoutError(f"after {deadline_s:g} s: {waits}; see weights.deadline_s")
+            time.sleep(0.002)
+
+    def evaluate(self, version: int) -> None:
+        """Evaluate a published version."""
+        self._call(lambda: self._start_evaluation(version))
+
+    def evaluating(self) -> bool:
+        """Whether an evaluation is under way or will begin after its publication."""
+        return self._ask(lambda: bool(self.evaluations.running or self._evaluate_after))
+
+    def take_evaluations(self) -> list[EvaluationResult]:
+        """Results since the last call."""
+
+        def take() -> list[EvaluationResult]:
+            results, self._results = self._results, []
+            return results
+
+        return self._ask(take)
+
+    def collect(self, elapsed_s: float) -> Metrics:
+        """The coordinator's and the fleet's metrics of the last `elapsed_s` seconds."""
+        return self._ask(lambda: self._collect(elapsed_s))
+
+    def status(self) -> dict[str, Any]:
+        """What `async-rl status` and /status show; plain data."""
+        return self._ask(self._status)
+
+    def stop(self, reason: str, timeout_s: float = 10.0) -> None:
+        """Tell every generator that the run is over and end the thread; callable more than once."""
+        if self._thread.is_alive():
+            self.server.call(lambda: setattr(self, "_stop_reason", reason))
+            self._thread.join(timeout_s)
+        self.http.close()
+
+    def _call(self, action: Callable[[], None]) -> None:
+        if self._error is not None:
+            raise RuntimeError(f"the coordinator has stopped: {self._error}") from self._error
+        self.server.call(action)
+
+    def _ask(self, question: Callable[[], T], timeout_s: float = 30.0) -> T:
+        """Run `question` on the coordinator's thread and return its answer."""
+        if threading.current_thread() is self._thread:
+            return question()
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(question())
+            except Exception as error:
+                answer.set_exception(error)
+
+        self._call(run)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                return answer.result(0.5)
+            except TimeoutError:
+                if self._error is not None:
+                    raise RuntimeError(f"the coordinator has stopped: {self._error}") from self._error
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"the coordinator did not answer for {timeout_s:g} s") from None
+
+    # --- the thread -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._stop_reason is None:
+                self._turn()
+            for member in self.members.members():
+                self._send(member, p.Stop(reason=self._stop_reason))
+        # The boundary of this thread: whatever it was, the learner's next call or wait raises it.
+        except BaseException as error:
+            log.exception("the coordinator stopped")
+            self._error = error
+            if self._request is not None:
+                self._request.future.set_exception(error)
+        finally:
+            self.server.close()
+
+    def _turn(self) -> None:
+        for identity, message in self.server.poll(TURN_S):
+            self._handle(identity, message)
+        now = self.clock()
+        for name in self.members.expired(now):
+            self._gone(name, f"silent for more than {self.members.heartbeat_timeout_s:g} s")
+        self._act(self.publications.tick(now))
+        self._take_results(self.evaluations.tick(now))
+        self._lease(now)
+        self._serve_batch(now)
+        self._watch_progress(now)
+
+    def _serve_batch(self, now: float) -> None:
+        if self._request is None or self._batch is not None:
+            return
+        groups = self.ledger.take_batch(now)
+        if groups is None and not self.ledger.finished:
+            return
+        self._batch = groups
+        self._request.future.set_result(groups)
+        self._request = None
+        self._work_changed = True
+
+    def _watch_progress(self, now: float) -> None:
+        """A learner that waits while nothing at all moves gets an error instead of an endless wait."""
+        counts = self.ledger.counts()
+        mark = (counts, self.ledger.events.total(), self.publications.published, self.meter.totals["generated_tokens"])
+        if mark != self._progress_mark or self._request is None:
+            self._progress_mark, self._progress_at = mark, now
+            return
+        limit = self.config.run.stall_timeout_s
+        if now - self._progress_at > limit:
+            raise StallError(
+                f"nothing moved for {limit:g} s (run.stall_timeout_s): {self._describe_wait(now)}; "
+                "start generators or look at their logs"
+            )
+
+    def _describe_wait(self, now: float) -> str:
+        parts = [self.ledger.describe_wait(now)]
+        if self.publications.round is not None:
+            parts.append(self.publications.describe(now))
+        if not len(self.members):
+            parts.append(f"no generator is connected to {self.addresses.get('learner')}")
+        return "; ".join(parts)
+
+    # --- messages -------------------------------------------------------------------------------
+
+    def _handle(self, identity: str, message: p.Message) -> None:
+        now = self.clock()
+        if isinstance(message, p.Hello):
+            self._hello(identity, message, now)
+            return
+        name, _, incarnation = identity.rpartition("/")
+        if isinstance(message, p.Finished):
+            self._finished(identity, name, message, now)
+        if not self.members.is_current(name, incarnation):
+            self.server.forget(identity)
+            self.server.send(identity, p.Refused(reason="not a member any more; say Hello again", retry=True))
+            return
+        self.members.seen(name, now)
+        match message:
+            case p.Heartbeat():
+                self._heartbeat(identity, name, incarnation, message, now)
+            case p.Returned():
+                self.ledger.return_leases(name, [k for k in message.keys if k.kind == "train"], now)
+                self.evaluations.return_leases(name, [k for k in message.keys if k.kind == "eval"], now)
+                self._work_changed = True
+            case p.EpochJoined():
+                self._act(self.publications.epoch_joined(name, message.epoch, message.error, now))
+            case p.Received():
+                self._act(
+                    self.publications.received(name, message.epoch, message.checksum, message.error, now)
+                )
+            case p.Loaded():
+                self._loaded(name, message, now)
+            case p.Goodbye():
+                self._gone(name, message.reason)
+            case _:
+                pass
+
+    def _hello(self, identity: str, hello: p.Hello, now: float) -> None:
+        if hello.protocol != p.PROTOCOL_VERSION:
+            self._refuse(identity, f"it speaks protocol {hello.protocol}, this learner {p.PROTOCOL_VERSION}; "
+                                   "install the same async_rl on both sides")  # fmt: skip
+            return
+        answer = self.members.hello(hello, now)
+        if isinstance(answer, str):
+            self._refuse(identity, answer)
+            return
+        member = answer.member
+        if answer.replaced is not None:
+            self._release(answer.replaced, f"replaced by process {hello.pid} on {hello.host}")
+        published = self.publications.published or 0
+        t = self.config.transport
+        welcome = p.Welcome(
+            run_id=self.run_id,
+            policy_version=published,
+            heartbeat_s=t.heartbeat_s,
+            heartbeat_timeout_s=t.heartbeat_timeout_s,
+            max_message_bytes=t.max_message_bytes,
+        )
+        self.server.send(identity, welcome)
+        holding = hello.holding if hello.run_id == self.run_id else ()
+        self._reconcile(member, holding, now, sent_before=now)
+        if not answer.reconnected:
+            self.notify(
+                f"generator {member.name} joined ({member.engine}, {member.slots} slots, {member.host}:{member.pid})"
+            )
+            self.members.loading(member.name)
+            self._act(self.publications.joiner(member.name, member.receivers, now))
+        self._work_changed = True
+
+    def _refuse(self, identity: str, reason: str) -> None:
+        log.warning("refused %s: %s", identity, reason)
+        self.server.refused["hello"] += 1
+        self.server.send(identity, p.Refused(reason=reason, retry=False))
+        self.server.forget(identity)
+
+    def _heartbeat(self, identity: str, name: str, incarnation: str, message: p.Heartbeat, now: float) -> None:
+        member = self.members.get(name)
+        assert member is not None, "is_current was checked"
+        self.members.heartbeat(name, message, now)
+        self.meter.update(name, incarnation, message.stats)
+        self._reconcile(member, message.holding, now, sent_before=now - self.members.heartbeat_timeout_s)
+        published = self.publications.published or 0
+        self.server.send(identity, p.Alive(run_id=self.run_id, policy_version=published))
+        self._work_changed = True
+
+    def _reconcile(self, member: Member, holding: Sequence[p.LeaseKey], now: float, sent_before: float) -> None:
+        """Agree with a generator on what it works on; what it need not do is cancelled, what was lost is open again."""
+        train = [key for key in holding if key.kind == "train"]
+        evals = [key for key in holding if key.kind == "eval"]
+        unwanted = [
+            *self.ledger.reconcile(member.name, train, sent_before, now).unwanted,
+            *self.evaluations.reconcile(member.name, evals, sent_before, now).unwanted,
+        ]
+        if unwanted:
+            self._send(member, p.Cancelled(keys=tuple(unwanted)))
+
+    def _finished(self, identity: str, name: str, message: p.Finished, now: float) -> None:
+        key, trajectory = message.key, message.trajectory
+        outcome: Any = "unknown"
+        if message.run_id == self.run_id:
+            try:
+                if key.kind == "train":
+                    outcome = self.ledger.finish(name, key.ticket, key.member, key.attempt, trajectory, now)
+                else:
+                    outcome = self.evaluations.finish(name, key.ticket, key.member, key.attempt, trajectory, now)
+            except p.ProtocolError as error:
+                self.server.refused["impossible_versions"] += 1
+                log.error("refused a trajectory of %s: %s", name, error)
+        if outcome != "stored":
+            self.meter.dropped(trajectory)
+        elif trajectory.status == "failed":
+            self._show_error(name, key, trajectory)
+        self.server.send(identity, p.Acknowledged(key=key, outcome=outcome))
+        self._work_changed = True
+
+    def _show_error(self, name: str, key: p.LeaseKey, trajectory: p.Trajectory) -> None:
+        self._num_errors += 1
+        if self._num_errors <= MAX_SHOWN_ERRORS:
+            last = " (further ones are only counted: reward/failed_share)" if self._num_errors == MAX_SHOWN_ERRORS else ""
+            self.notify(
+                f"member {key.member} of {key.kind} ticket {key.ticket} failed on {name}: {trajectory.error}{last}"
+            )
+
+    def _gone(self, name: str, reason: str) -> None:
+        member = self.members.leave(name, reason)
+        if member is not None:
+            self._release(member, reason)
+
+    def _release(self, member: Member, reason: str) -> None:
+        """A member is gone: its leases are open again, its place in a publication is given up."""
+        now = self.clock()
+        returned = [*self.ledger.release(member.name, now), *self.evaluations.release(member.name, now)]
+        self.meter.forget(member.name, member.incarnation)
+        identity = peer_identity(member.name, member.incarnation)
+        self.server.forget(identity)
+        self.notify(f"generator {member.name} left: {reason}; {len(returned)} leases are open again")
+        self._act(self.publications.member_gone(member.name, reason, now))
+        self._work_changed = True
+
+    def _send(self, member: Member, message: p.Message) -> bool:
+        return self.server.send(peer_identity(member.name, member.incarnation), message)
+
+    def _send_to(self, name: str, message: p.Message) -> bool:
+        member = self.members.get(name)
+        return member is not None and self._send(member, message)
+
+    # --- work -----------------------------------------------------------------------------------
+
+    def _lease(self, now: float) -> None:
+        """Hand out what may be handed out, to the members with most free slots first."""
+        if not self._work_changed:
+            return
+        self._work_changed = False
+        for member, leases in self.leasing.hand_out(self.members.active(), now):
+            if not self._send(member, p.Leases(leases=tuple(leases))):
+                self._gone(member.name, "its connection is gone")
+        for name, key in [*self.ledger.take_cancelled(), *self.evaluations.take_cancelled()]:
+            self._send_to(name, p.Cancelled(keys=(key,)))
+
+    # --- publication ----------------------------------------------------------------------------
+
+    def _start_publication(self, manifest: p.Manifest, evaluate: bool) -> None:
+        self._manifest = manifest
+        self._loads = []
+        if evaluate:
+            self._evaluate_after.add(manifest.version)
+        active = self.members.active()
+        self._act(self.publications.start(manifest.version, manifest.checksum, active, self.clock()))
+
+    def _act(self, actions: Sequence[pub.Action]) -> None:
+        for action in actions:
+            match action:
+                case pub.JoinGroup():
+                    self._join_group(action)
+                case pub.SendWeights():
+                    self._send_weights(action)
+                case pub.SendRelabel():
+                    for name in action.names:
+                        self._send_to(name, p.RelabelVersion(version=action.version))
+                case pub.SendSnapshot():
+                    self._send_snapshot(action)
+                case pub.Evict():
+                    self._evict(action)
+                case pub.Done():
+                    self._published(action.report)
+
+    def _join_group(self, action: pub.JoinGroup) -> None:
+        host, port = self.transfer.store
+        plan = action.plan
+        for name, rank in plan.ranks.items():
+            info = p.EpochInfo(
+                epoch=plan.epoch,
+                backend=self.transfer.backend,
+                host=host,
+                port=port,
+                rank=rank,
+                size=plan.size,
+                deadline_s=action.deadline_s,
+            )
+            self._send_to(name, p.JoinEpoch(info=info))
+        job = self.transfer.join(plan.epoch, plan.size, action.deadline_s)
+        self._when_done(job, lambda error: self.publications.sender_joined(plan.epoch, error, self.clock()))
+
+    def _send_weights(self, action: pub.SendWeights) -> None:
+        manifest = self._manifest
+        assert manifest is not None and manifest.version == action.version, "the buffers hold what is published"
+        for name in action.names:
+            self._send_to(name, p.Publish(epoch=action.epoch, manifest=manifest, deadline_s=action.deadline_s))
+        job = self.transfer.send(manifest, action.deadline_s)
+        self._when_done(job, lambda error: self.publications.sender_sent(action.epoch, error, self.clock()))
+
+    def _when_done(self, job: Future[float], event: Callable[[str | None], Sequence[pub.Action]]) -> None:
+        """Feed the outcome of a blocking job into the publication, on this thread."""
+
+        def done(future: Future[float]) -> None:
+            error = future.exception()
+            self.server.call(lambda: self._act(event(None if error is None else str(error))))
+
+        job.add_done_callback(done)
+
+    def _send_snapshot(self, action: pub.SendSnapshot) -> None:
+        manifest = self._manifest
+        assert manifest is not None and manifest.version == action.version, "snapshots are of the last publication"
+        self._snapshot_jobs += 1
+
+        def written(future: Future[Path]) -> None:
+            self.server.call(lambda: self._snapshot_written(action, manifest, future))
+
+        self.transfer.snapshot(manifest).add_done_callback(written)
+
+    def _snapshot_written(self, action: pub.SendSnapshot, manifest: p.Manifest, future: Future[Path]) -> None:
+        self._snapshot_jobs -= 1
+        now = self.clock()
+        if (error := future.exception()) is not None:
+            log.error("the snapshot of version %d could not be written: %s", manifest.version, error)
+            self._act(self.publications.loaded(action.name, manifest.version, None, str(error), now))
+            return
+        path = future.result()
+        self._snapshots = {manifest.version: path}
+        url = f"http://{self.addresses['http']}/snapshot/{manifest.version}"
+        self._send_to(
+            action.name,
+            p.LoadSnapshot(manifest=manifest, path=str(path.resolve()), url=url, deadline_s=action.deadline_s),
+        )
+
+    def _loaded(self, name: str, message: p.Loaded, now: float) -> None:
+        if message.error is None:
+            self.members.loaded(name, message.version)
+            self._loads.append(message)
+        self._act(self.publications.loaded(name, message.version, message.checksum, message.error, now))
+        self._work_changed = True
+
+    def _evict(self, action: pub.Evict) -> None:
+        member = self.members.leave(action.name, action.reason)
+        if member is None:
+            return
+        if action.alarm:
+            log.error("ALARM: generator %s has wrong weights: %s", action.name, action.reason)
+        # It may come back with a new Hello, and then loads a snapshot.
+        self._send(member, p.Refused(reason=f"evicted: {action.reason}", retry=True))
+        self._release(member, f"evicted: {action.reason}")
+
+    def _published(self, report: pub.Report) -> None:
+        metrics = self._publication_metrics
+        metrics.last("time/publication_s", report.total_s)
+        if report.tries:
+            metrics.last("time/wire_s", report.transfer_s)
+        for loaded in self._loads:
+            if loaded.version == report.version and loaded.source == "broadcast":
+                metrics.max("time/load_s", loaded.load_s)
+                metrics.max("time/pause_s", loaded.paused_s)
+        if report.version in self._evaluate_after:
+            self._evaluate_after.discard(report.version)
+            self._start_evaluation(report.version)
+        self._work_changed = True
+
+    # --- evaluation -----------------------------------------------------------------------------
+
+    def _start_evaluation(self, version: int) -> None:
+        self.evaluations.start(version, self.clock())
+        self._work_changed = True
+
+    def _take_results(self, results: Sequence[EvaluationResult]) -> None:
+        self._results.extend(results)
+
+    # --- reports --------------------------------------------------------------------------------
+
+    def _collect(self, elapsed_s: float) -> Metrics:
+        metrics = self.meter.collect(elapsed_s)
+        metrics.merge(self._publication_metrics)
+        self._publication_metrics = Metrics()
+        counts = self.ledger.counts()
+        for name in ("issued", "leased", "buffered", "in_batch", "trained"):
+            metrics.last(f"ledger/{name}", getattr(counts, name))
+        metrics.last("ledger/dropped", sum(counts.dropped.values()))
+        for reason, number in counts.dropped.items():
+            metrics.last(f"ledger/dropped_{reason}", number)
+        metrics.last("buffer/groups", counts.buffered)
+        for reason, number in self.server.refused.items():
+            metrics.last(f"transport/refused_{reason}", number)
+        active = self.members.active()
+        metrics.last("generator/count", len(active))
+        metrics.last("generator/slots", sum(m.slots for m in active))
+        metrics.last("membership/evicted", self.publications.events["evicted"])
+        self._last_values = metrics.resolve()
+        return metrics
+
+    def _status(self) -> dict[str, Any]:
+        now = self.clock()
+        counts = self.ledger.counts()
+        return {
+            "run_id": self.run_id,
+            "published": self.publications.published,
+            "wait": self._describe_wait(now),
+            "ledger": {
+                "issued": counts.issued,
+                "leased": counts.leased,
+                "buffered": counts.buffered,
+                "in_batch": counts.in_batch,
+                "trained": counts.trained,
+                "dropped": counts.dropped,
+            },
+            "events": dict(self.ledger.events),
+            "refused": dict(self.server.refused),
+            "generators": [
+                {
+                    "name": m.name,
+                    "state": m.state,
+                    "version": m.version,
+                    "slots": m.slots,
+                    "outstanding": self.ledger.outstanding(m.name) + self.evaluations.outstanding(m.name),
+                    "last_seen_s": round(now - m.last_seen, 1),
+                    "host": m.host,
+                    "pid": m.pid,
+                }
+                for m in self.members.members()
+            ],
+            "gone": [{"name": m.name, "reason": m.gone_reason} for m in list(self.members.gone)[-8:]],
+        }
+
+    def _values(self) -> dict[str, float]:
+        return dict(self._last_values)
+
+    def _snapshots_get(self, version: int) -> Path | None:
+        return self._snapshots.get(version)
+
+    def _problem(self) -> str | None:
+        return None if self._error is None else str(self._error)

@@ -1,0 +1,48 @@
+"""What the fleet has done, summed over generators that come and go."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+
+from async_rl.metrics import Metrics
+from async_rl.protocol import GeneratorStats, Trajectory
+
+
+class FleetMeter:
+    """Turns totals of single processes into totals of the fleet, and these into rates since the last `collect`."""
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[str, str], GeneratorStats] = {}
+        self.totals: Counter[str] = Counter()
+        """Sums over all processes that ever were."""
+        self._collected: Counter[str] = Counter()
+        self._dropped_tokens = 0
+
+    def update(self, name: str, incarnation: str, stats: GeneratorStats) -> None:
+        """New totals of one process."""
+        before = self._last.get((name, incarnation), GeneratorStats())
+        for field in msgspec.structs.fields(GeneratorStats):
+            self.totals[field.name] += getattr(stats, field.name) - getattr(before, field.name)
+        self._last[name, incarnation] = stats
+
+    def forget(self, name: str, incarnation: str) -> None:
+        """The process is gone; its totals stay counted."""
+        self._last.pop((name, incarnation), None)
+
+    def dropped(self, trajectory: Trajectory) -> None:
+        """A trajectory whose result nobody wanted any more."""
+        self._dropped_tokens += len(trajectory.completion_ids)
+
+    def collect(self, elapsed_s: float) -> Metrics:
+        """Rates over the `elapsed_s` seconds since the last call."""
+        metrics = Metrics()
+        delta = Counter({name: total - self._collected[name] for name, total in self.totals.items()})
+        self._collected = Counter(self.totals)
+        metrics.mean("throughput/generated_tokens_per_s", delta["generated_tokens"], elapsed_s)
+        metrics.mean("throughput/dropped_tokens_per_s", self._dropped_tokens, elapsed_s)
+        if delta["slot_s"] > 0:
+            metrics.mean("generator/idle_share", delta["idle_slot_s"], delta["slot_s"])
+        self._dropped_tokens = 0
+        return metrics

@@ -1,0 +1,79 @@
+"""Who gets which work: turns members of the ledger and of evaluations into leases and spreads them over free slots."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from async_rl import protocol as p
+from async_rl.buffer import Ledger, MemberLease
+from async_rl.config import Config
+from async_rl.evaluation import Evaluations
+from async_rl.membership import Member
+
+
+def member_seed(run_seed: int, key: p.LeaseKey) -> int:
+    """Seed in [0, 2^31) of one attempt at one member: every request its own, the same whenever the run is repeated."""
+    text = f"{run_seed}/{key.kind}/{key.ticket}/{key.member}/{key.attempt}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") >> 1
+
+
+class Leasing:
+    """Spreads work: the member with most free slots first, a group's worth at a time, evaluation before training."""
+
+    def __init__(self, config: Config, ledger: Ledger, evaluations: Evaluations, stop_ids: tuple[int, ...]) -> None:
+        self.config = config
+        self.ledger = ledger
+        self.evaluations = evaluations
+        self.stop_ids = stop_ids
+
+    def free(self, member: Member) -> int:
+        """Slots of a member without a lease."""
+        if not member.accepting:
+            return 0
+        held = self.ledger.outstanding(member.name) + self.evaluations.outstanding(member.name)
+        return max(0, member.slots - held)
+
+    def hand_out(self, members: Sequence[Member], now: float) -> Iterator[tuple[Member, list[p.Lease]]]:
+        """(member, leases) until slots or work are used up."""
+        granted: dict[str, list[p.Lease]] = defaultdict(list)
+        chunk = self.config.sampling.group_size
+        queue = [(-free, m.order, m) for m in members if (free := self.free(m)) > 0]
+        heapq.heapify(queue)
+        while queue:
+            free, order, member = heapq.heappop(queue)
+            leases = self._grant(member, min(-free, chunk), now)
+            if leases:
+                granted[member.name].extend(leases)
+                if free + len(leases) < 0:
+                    heapq.heappush(queue, (free + len(leases), order, member))
+        for member in members:
+            if leases := granted.get(member.name):
+                yield member, leases
+
+    def _grant(self, member: Member, slots: int, now: float) -> list[p.Lease]:
+        assert member.version is not None, "only members with weights get leases"
+        evals = self.evaluations.lease(member.name, member.version, slots, member.slots, now)
+        leases = [self._lease("eval", lease) for lease in evals]
+        trains = self.ledger.lease(member.name, member.version, slots - len(leases), now) if slots > len(leases) else []
+        return leases + [self._lease("train", lease) for lease in trains]
+
+    def _lease(self, kind: str, lease: MemberLease) -> p.Lease:
+        sampling = self.config.sampling
+        key = p.LeaseKey(kind=kind, ticket=lease.ticket, member=lease.member, attempt=lease.attempt)  # type: ignore[arg-type]
+        temperature = sampling.temperature if kind == "train" else self.config.evaluation.temperature
+        return p.Lease(
+            kind=key.kind,
+            ticket=key.ticket,
+            member=key.member,
+            attempt=key.attempt,
+            problem=lease.problem,
+            sampling=p.SamplingParams(
+                max_tokens=sampling.max_completion_tokens,
+                temperature=temperature,
+                seed=member_seed(self.config.run.seed, key),
+                stop_ids=self.stop_ids,
+            ),
+        )
