@@ -1,0 +1,219 @@
+"""The command line. Commands import what they need when they run: `--help` loads no torch, vLLM or transformers.
+
+Exit codes: 0 done; 1 run-time failure (one line, the traceback in <run.dir>/logs); 2 the user's settings or data;
+130 interrupted.
+"""
+
+from __future__ import annotations
+
+import dis
+import logging
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from async_rl.config import Config
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Asynchronous off-policy reinforcement learning of language models.",
+)
+
+ConfigFile = Annotated[str, typer.Argument(metavar="CONFIG", help="A TOML file, or the config.json of a run.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Settings that win over the file.")
+]
+
+
+class Session:
+    """What a failure needs to be reported well: set as far as a command got."""
+
+    verbose = False
+    log_file: Path | None = None
+
+
+@app.callback(invoke_without_command=True)
+def _options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Debug logs, and tracebacks on the screen.")] = False,
+) -> None:
+    Session.verbose = verbose
+    if version:
+        from async_rl import __version__
+
+        print(f"async-rl {__version__}")
+        raise typer.Exit(0)
+
+
+@app.command()
+def learner(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Same as learner.ranks=N: processes of this learner.")
+    ] = None,
+) -> int:
+    """Train: own the optimizer, the ledger and the port that generators connect to."""
+    given = [*(overrides or []), *([f"learner.ranks={ranks}"] if ranks else [])]
+    settings = _load(config, given, f"learner-rank{os.environ.get('RANK', '0')}")
+    from async_rl.learner.loop import run_learner
+
+    return run_learner(settings, resolved_from=" ".join([config, *given]))
+
+
+@app.command()
+def generator(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    learner: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Where the learner is; default: transport.host and port.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Unique name, kept across restarts; default: host and pid.")] = None,
+) -> int:
+    """Sample and score completions for a learner; start as many as there are machines, at any time."""
+    settings = _load(config, overrides or [], f"generator-{name or os.getpid()}")
+    from async_rl.generator import run_generator
+
+    return run_generator(settings, learner, name)
+
+
+@app.command()
+def train(config: ConfigFile, overrides: Overrides = None) -> int:
+    """Start and supervise a learner and its generators on this machine."""
+    _load(config, overrides or [], "train")
+    from async_rl.launch.local import run_train
+
+    return run_train(config, overrides or [])
+
+
+@app.command("config")
+def show_config(
+    config: Annotated[str | None, typer.Argument(metavar="[CONFIG]", help="A TOML file.")] = None,
+    overrides: Overrides = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the page that lists every setting.")] = False,
+) -> None:
+    """Print every setting as it would be used, with its help; values other than the default are marked."""
+    from async_rl.config import ConfigError, load_config, warnings
+    from async_rl.config.explain import config_toml, schema_page
+
+    if schema:
+        print(schema_page())
+        return
+    if config is None:
+        raise ConfigError("async-rl config needs a CONFIG file, or --schema for the list of all settings")
+    settings = load_config(config, overrides or [])
+    _print_toml(config_toml(settings))
+    for line in warnings(settings):
+        print(f"warning: {line}", file=sys.stderr)
+
+
+@app.command()
+def doctor() -> int:
+    """Say what this machine has and which settings follow from that."""
+    from async_rl.doctor import run_doctor
+
+    return run_doctor()
+
+
+@app.command()
+def quickstart(overrides: Overrides = None) -> int:
+    """Build a tiny model and teach it arithmetic with a real engine, in minutes on two cores."""
+    from async_rl.recipes.quickstart import run
+
+    return run(overrides or [])
+
+
+def _load(path: str, overrides: list[str], role: str) -> Config:
+    """Load settings, print warnings, and start logging to the screen and to <run.dir>/logs."""
+    from async_rl.config import load_config, warnings
+
+    config = load_config(path, overrides)
+    _start_logging(Path(config.run.dir) / "logs" / f"{role}.log")
+    for line in warnings(config):
+        logging.getLogger(__name__).warning("%s", line)
+    return config
+
+
+def _start_logging(log_file: Path) -> None:
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    Session.log_file = log_file
+    screen = logging.StreamHandler()
+    screen.setLevel(logging.DEBUG if Session.verbose else logging.WARNING)
+    screen.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    to_file = logging.FileHandler(log_file, encoding="utf-8")
+    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[screen, to_file])
+    if Session.verbose:
+        logging.getLogger("async_rl").setLevel(logging.DEBUG)
+
+
+def _print_toml(text: str) -> None:
+    if not sys.stdout.isatty():
+        print(text, end="")
+        return
+    from rich.console import Console
+    from rich.syntax import Syntax
+
+    Console().print(Syntax(text, "toml", background_color="default", word_wrap=True))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command and turn whatever it raises into one line and an exit code."""
+    try:
+        code = app(args=arguments, prog_name="async-rl", standalone_mode=False)
+    except typer.exceptions.TyperException as error:
+        return _fail(f"{error.format_message()}; see async-rl --help", code=2)
+    except (KeyboardInterrupt, typer.Abort):
+        print("interrupted", file=sys.stderr)
+        return 130
+    except ValueError as error:
+        return _fail(str(error), code=2) if _raised_by_us(error) else _fail_at_run_time(error)
+    except Exception as error:  # the process boundary: logged in full, shown in one line
+        return _fail_at_run_time(error)
+    return code if isinstance(code, int) else 0
+
+
+def _raised_by_us(error: ValueError) -> bool:
+    """Whether a `raise` of ours refused something, as against a library or an operation that failed on the way."""
+    last = error.__traceback__
+    assert last is not None, "only raised errors come here"
+    while last.tb_next is not None:
+        last = last.tb_next
+    code = last.tb_frame.f_code.co_code
+    ours = str(last.tb_frame.f_globals.get("__name__", "")).startswith("async_rl")
+    return ours and code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+
+
+def _fail(message: str, code: int) -> int:
+    if Session.verbose and sys.exc_info()[0] is not None:
+        traceback.print_exc()
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+def _fail_at_run_time(error: Exception) -> int:
+    """Write the traceback to the log file; the screen gets one line and where to look."""
+    where = "run with --verbose for the traceback"
+    if Session.log_file is not None:
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        with Session.log_file.open("a", encoding="utf-8") as file:
+            file.write(f"{stamp} the run failed\n{''.join(traceback.format_exception(error))}")
+        where = f"traceback in {Session.log_file}"
+    return _fail(f"{type(error).__name__}: {error} ({where})", code=1)
+
+
+def main() -> None:
+    """Entry point of `async-rl`."""
+    sys.exit(run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()
