@@ -13,9 +13,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 from typing import Protocol as TypingProtocol
@@ -102,6 +101,7 @@ class Coordinator:
         run_id: str,
         ledger: Ledger,
         evaluations: Evaluations,
+        eval_problems: Sequence[p.Problem],
         leasing: Leasing,
         transfer: Transfer,
         notify: Callable[[str], None] = log.info,
@@ -111,6 +111,7 @@ class Coordinator:
         self.run_id = run_id
         self.ledger = ledger
         self.evaluations = evaluations
+        self.eval_problems = eval_problems
         self.leasing = leasing
         self.transfer = transfer
         self.notify = notify
@@ -209,7 +210,7 @@ class Coordinator:
 
     def evaluating(self) -> bool:
         """Whether an evaluation is under way or will begin after its publication."""
-        return self._ask(lambda: bool(self.evaluations.running or self._evaluate_after))
+        return self._ask(lambda: self.evaluations.busy or bool(self._evaluate_after))
 
     def take_evaluations(self) -> list[EvaluationResult]:
         """Results since the last call."""
@@ -350,9 +351,7 @@ class Coordinator:
             case p.EpochJoined():
                 self._act(self.publications.epoch_joined(name, message.epoch, message.error, now))
             case p.Received():
-                self._act(
-                    self.publications.received(name, message.epoch, message.checksum, message.error, now)
-                )
+                self._act(self.publications.received(name, message.epoch, message.checksum, message.error, now))
             case p.Loaded():
                 self._loaded(name, message, now)
             case p.Goodbye():
@@ -441,7 +440,9 @@ class Coordinator:
     def _show_error(self, name: str, key: p.LeaseKey, trajectory: p.Trajectory) -> None:
         self._num_errors += 1
         if self._num_errors <= MAX_SHOWN_ERRORS:
-            last = " (further ones are only counted: reward/failed_share)" if self._num_errors == MAX_SHOWN_ERRORS else ""
+            last = (
+                " (further ones are only counted: reward/failed_share)" if self._num_errors == MAX_SHOWN_ERRORS else ""
+            )
             self.notify(
                 f"member {key.member} of {key.kind} ticket {key.ticket} failed on {name}: {trajectory.error}{last}"
             )
@@ -602,7 +603,7 @@ class Coordinator:
     # --- evaluation -----------------------------------------------------------------------------
 
     def _start_evaluation(self, version: int) -> None:
-        self.evaluations.start(version, self.clock())
+        self.evaluations.start(version, self.eval_problems, self.clock())
         self._work_changed = True
 
     def _take_results(self, results: Sequence[EvaluationResult]) -> None:

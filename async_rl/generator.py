@@ -26,6 +26,7 @@ import numpy as np
 from async_rl import protocol as p
 from async_rl.addresses import join_address
 from async_rl.config import Config, ConfigError
+from async_rl.config.threads import generator_threads
 from async_rl.engines import build_engine
 from async_rl.engines.base import Engine, EngineError, Sample, SampleRequest
 from async_rl.envs.base import Environment, build_environment
@@ -106,12 +107,16 @@ class Generator:
     # --- life -------------------------------------------------------------------------------
 
     async def run(self) -> str:
-        """Work until the learner says stop or `leave` is called; returns the reason. Raises EngineError, ConnectionError."""
+        """Work until the learner says stop or `leave` is called; returns the reason.
+
+        Raises EngineError, ConnectionError, ConfigError (refused for good).
+        """
         self._over = asyncio.get_running_loop().create_future()
         tasks = [asyncio.create_task(t) for t in (self._listen(), self._beat(), self._take_weights())]
+        ends: list[asyncio.Future[Any]] = [self._over, *tasks]
         try:
             await self._hello()
-            await asyncio.wait([self._over, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
                 if task.done():
                     task.result()
@@ -122,7 +127,7 @@ class Generator:
             await asyncio.gather(*tasks, *self.work.values(), return_exceptions=True)
 
     async def leave(self, reason: str) -> None:
-        """Leave cleanly: return unfinished leases, wait (with a deadline) for the last acknowledgements, say goodbye."""
+        """Leave cleanly: return unfinished leases, wait (bounded) for the last acknowledgements, say goodbye."""
         if self.leaving or self._over is None:
             return
         self.leaving = True
@@ -158,7 +163,7 @@ class Generator:
                 policy_version=self.engine.policy_version if self.run_id else None,
                 slots=self.config.generator.slots,
                 receivers=self.engine.receivers,
-                engine=self.config.generator.engine.__struct_config__.tag or "",
+                engine=str(self.config.generator.engine.__struct_config__.tag),
                 host=socket.gethostname(),
                 pid=os.getpid(),
                 holding=self._holding(),
@@ -317,14 +322,12 @@ class Generator:
         status: p.TrajectoryStatus = "truncated" if truncated else "complete"
         if result.value is None:
             status = "failed"
-        return _trajectory(
-            sample, status, result.value, result.error, text, sampled - started, self.clock() - sampled
-        )
+        return _trajectory(sample, status, result.value, result.error, text, sampled - started, self.clock() - sampled)
 
     # --- weights ----------------------------------------------------------------------------
 
     async def _take_weights(self) -> None:
-        """Joins, publications and snapshots, one after the other; transfer errors are reported, engine errors are fatal."""
+        """Joins, publications and snapshots in order; transfer errors are reported, engine errors are fatal."""
         while True:
             message = await self._weight_work.get()
             try:

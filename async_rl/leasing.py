@@ -50,8 +50,8 @@ class Leasing:
                 if free + len(leases) < 0:
                     heapq.heappush(queue, (free + len(leases), order, member))
         for member in members:
-            if leases := granted.get(member.name):
-                yield member, leases
+            if member.name in granted:
+                yield member, granted[member.name]
 
     def _grant(self, member: Member, slots: int, now: float) -> list[p.Lease]:
         assert member.version is not None, "only members with weights get leases"

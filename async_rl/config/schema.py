@@ -21,7 +21,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Base of every section: immutable, keyword only, unknown keys refused."""
 
 
-class RunConfig(Section):
+class RunConfig(Section, frozen=True):
     """The run as a whole."""
 
     name: Annotated[str, _text("Name shown in trackers and on the console.")] = "run"
@@ -36,7 +36,7 @@ class RunConfig(Section):
     save_model: Annotated[bool, _text("Write the final weights in Hugging Face form to <dir>/model.")] = True
 
 
-class ModelConfig(Section):
+class ModelConfig(Section, frozen=True):
     """The policy."""
 
     path: Annotated[str, _text("Folder with a Hugging Face causal LM and its tokenizer (safetensors, config.json).", min_length=1)]
@@ -48,7 +48,7 @@ class ModelConfig(Section):
     gradient_checkpointing: Annotated[bool, _text("Recompute activations in the backward pass: less memory, about a third more time.")] = False
 
 
-class DataConfig(Section):
+class DataConfig(Section, frozen=True):
     """Where problems come from."""
 
     path: Annotated[str | None, _text("A .parquet or .jsonl file of problems; absent for environments that pose their own.")] = None
@@ -66,7 +66,7 @@ class DataConfig(Section):
     epochs: Annotated[Annotated[int, Meta(ge=1)] | None, _text("Passes over the data; absent: as many as the steps need.")] = None
 
 
-class ArithmeticEnvironment(Section, tag="arithmetic", tag_field="type"):
+class ArithmeticEnvironment(Section, frozen=True, tag="arithmetic", tag_field="type"):
     """Procedural arithmetic: seeded, unlimited; reward 1 when the answer is right."""
 
     kinds: Annotated[
@@ -81,7 +81,7 @@ class ArithmeticEnvironment(Section, tag="arithmetic", tag_field="type"):
     ] = "exact"
 
 
-class MathEnvironment(Section, tag="math", tag_field="type"):
+class MathEnvironment(Section, frozen=True, tag="math", tag_field="type"):
     """Mathematical answers, compared by math-verify; needs data.path."""
 
     instruction: Annotated[str | None, _text("Text appended to each prompt, such as how to mark the final answer.")] = None
@@ -91,14 +91,14 @@ class MathEnvironment(Section, tag="math", tag_field="type"):
     ] = "auto"
 
 
-class ExactMatchEnvironment(Section, tag="exact_match", tag_field="type"):
+class ExactMatchEnvironment(Section, frozen=True, tag="exact_match", tag_field="type"):
     """Reward 1 when the completion equals the answer; needs data.path."""
 
     strip: Annotated[bool, _text("Ignore surrounding white space.")] = True
     ignore_case: Annotated[bool, _text("Ignore case.")] = False
 
 
-class FunctionEnvironment(Section, tag="function", tag_field="type"):
+class FunctionEnvironment(Section, frozen=True, tag="function", tag_field="type"):
     """The user's own reward function; needs data.path."""
 
     reward: Annotated[str, _text("'rewards.py:score' or 'package.module:score'; sync or async, batch or single.", min_length=1)]
@@ -108,7 +108,7 @@ class FunctionEnvironment(Section, tag="function", tag_field="type"):
 Environment = ArithmeticEnvironment | MathEnvironment | ExactMatchEnvironment | FunctionEnvironment
 
 
-class RewardConfig(Section):
+class RewardConfig(Section, frozen=True):
     """How rewards are run: in worker processes that are killed at their timeout."""
 
     workers: Annotated[int, _text("Reward worker processes per generator.", ge=1)] = 1
@@ -117,7 +117,7 @@ class RewardConfig(Section):
     max_attempts: Annotated[int, _text("Attempts at a member before it is dropped and counted.", ge=1)] = 3
 
 
-class SamplingConfig(Section):
+class SamplingConfig(Section, frozen=True):
     """How completions are sampled for training. The learner's values rule; generators receive them with each lease."""
 
     group_size: Annotated[int, _text("Trajectories per problem.", ge=1)] = 8
@@ -127,7 +127,7 @@ class SamplingConfig(Section):
     stop: Annotated[tuple[str, ...], _text("Texts that end a completion; each must be one token of the tokenizer.")] = ()
 
 
-class StalenessConfig(Section):
+class StalenessConfig(Section, frozen=True):
     """How old training data may be, and how the bound is kept (docs/staleness.md)."""
 
     max_staleness: Annotated[int, _text("Bound on (step - 1) - version of every token in the loss; 0 is exact synchronous training.", ge=0)] = 2
@@ -142,22 +142,22 @@ class StalenessConfig(Section):
     ] = None
 
 
-class GrpoAdvantage(Section, tag="grpo", tag_field="type"):
+class GrpoAdvantage(Section, frozen=True, tag="grpo", tag_field="type"):
     """(r - mean) / (std + eps) in each group (DeepSeekMath, arXiv:2402.03300)."""
 
     std: Annotated[Literal["sample", "population", "none"], _text("Deviation that divides; none is Dr.GRPO (arXiv:2503.20783).")] = "sample"
     eps: Annotated[float, _text("Added to the deviation.", ge=0)] = 1e-4
 
 
-class RlooAdvantage(Section, tag="rloo", tag_field="type"):
+class RlooAdvantage(Section, frozen=True, tag="rloo", tag_field="type"):
     """r minus the mean of the other members (arXiv:2402.14740)."""
 
 
-class OpoAdvantage(Section, tag="opo", tag_field="type"):
+class OpoAdvantage(Section, frozen=True, tag="opo", tag_field="type"):
     """r minus the length-weighted mean of the group, the baseline of least variance (arXiv:2505.23585)."""
 
 
-class ReinforcePlusPlusAdvantage(Section, tag="reinforce_plus_plus", tag_field="type"):
+class ReinforcePlusPlusAdvantage(Section, frozen=True, tag="reinforce_plus_plus", tag_field="type"):
     """r, whitened over all members of the batch (arXiv:2501.03262)."""
 
     baseline: Annotated[
@@ -170,7 +170,7 @@ class ReinforcePlusPlusAdvantage(Section, tag="reinforce_plus_plus", tag_field="
 Advantage = GrpoAdvantage | RlooAdvantage | OpoAdvantage | ReinforcePlusPlusAdvantage
 
 
-class PpoLoss(Section, tag="ppo", tag_field="type"):
+class PpoLoss(Section, frozen=True, tag="ppo", tag_field="type"):
     """PPO's clipped surrogate against the behavior policy (arXiv:1707.06347)."""
 
     clip_low: Annotated[float, _text("Lower clip distance: ratio >= 1 - clip_low.", ge=0, le=1)] = 0.2
@@ -178,7 +178,7 @@ class PpoLoss(Section, tag="ppo", tag_field="type"):
     dual_clip: Annotated[Annotated[float, Meta(gt=1)] | None, _text("Cap of ratio * |A| for negative advantages (arXiv:1912.09729); off when absent.")] = None
 
 
-class DecoupledPpoLoss(Section, tag="decoupled_ppo", tag_field="type"):
+class DecoupledPpoLoss(Section, frozen=True, tag="decoupled_ppo", tag_field="type"):
     """PPO clipped around the proximal policy, times the behavior weight (arXiv:2110.00641, arXiv:2505.24298)."""
 
     clip_low: Annotated[float, _text("Lower clip distance of the proximal ratio.", ge=0, le=1)] = 0.2
@@ -186,45 +186,45 @@ class DecoupledPpoLoss(Section, tag="decoupled_ppo", tag_field="type"):
     dual_clip: Annotated[Annotated[float, Meta(gt=1)] | None, _text("Cap of ratio * |A| for negative advantages; off when absent.")] = None
 
 
-class ReinforceLoss(Section, tag="reinforce", tag_field="type"):
+class ReinforceLoss(Section, frozen=True, tag="reinforce", tag_field="type"):
     """-A * logprob, times the behavior weight (Williams 1992)."""
 
 
-class TruncatedIsLoss(Section, tag="truncated_is", tag_field="type"):
+class TruncatedIsLoss(Section, frozen=True, tag="truncated_is", tag_field="type"):
     """Policy gradient times min(pi / mu, cap), which stays a constant factor (IMPALA, arXiv:1802.01561)."""
 
     cap: Annotated[float, _text("Largest importance ratio.", gt=0)] = 2.0
 
 
-class CispoLoss(Section, tag="cispo", tag_field="type"):
+class CispoLoss(Section, frozen=True, tag="cispo", tag_field="type"):
     """-A * logprob times the clipped importance ratio, a constant: clipped tokens keep a gradient (arXiv:2506.13585)."""
 
     clip_low: Annotated[float, _text("Lower clip distance of pi / mu; 1 is no lower bound.", ge=0, le=1)] = 1.0
     clip_high: Annotated[float, _text("Upper clip distance of pi / mu.", ge=0)] = 0.28
 
 
-class GspoLoss(Section, tag="gspo", tag_field="type"):
+class GspoLoss(Section, frozen=True, tag="gspo", tag_field="type"):
     """PPO's clip on the sequence's geometric mean ratio, times the behavior weight (arXiv:2507.18071)."""
 
     clip_low: Annotated[float, _text("Lower clip distance of the sequence ratio.", ge=0, le=1)] = 3e-4
     clip_high: Annotated[float, _text("Upper clip distance of the sequence ratio.", ge=0)] = 4e-4
 
 
-class SapoLoss(Section, tag="sapo", tag_field="type"):
+class SapoLoss(Section, frozen=True, tag="sapo", tag_field="type"):
     """A sigmoid gate on the proximal ratio in place of the clip, times the behavior weight (arXiv:2511.20347)."""
 
     tau_positive: Annotated[float, _text("Sharpness of the gate for positive advantages.", gt=0)] = 1.0
     tau_negative: Annotated[float, _text("Sharpness of the gate for negative advantages.", gt=0)] = 1.05
 
 
-class IcePopLoss(Section, tag="icepop", tag_field="type"):
+class IcePopLoss(Section, frozen=True, tag="icepop", tag_field="type"):
     """-w r A where low <= w <= high, else 0; w = prox / mu, r = pi / prox (arXiv:2510.18855)."""
 
     low: Annotated[float, _text("Smallest prox / mu that trains.", ge=0)] = 0.5
     high: Annotated[float, _text("Largest prox / mu that trains.", gt=0)] = 5.0
 
 
-class ToprLoss(Section, tag="topr", tag_field="type"):
+class ToprLoss(Section, frozen=True, tag="topr", tag_field="type"):
     """-A * logprob, for negative advantages times the truncated ratio pi / mu (arXiv:2503.14286)."""
 
     level: Annotated[
@@ -234,7 +234,7 @@ class ToprLoss(Section, tag="topr", tag_field="type"):
     cap: Annotated[float, _text("Largest ratio of a negative trajectory.", gt=0)] = 1.0
 
 
-class DppoLoss(Section, tag="dppo", tag_field="type"):
+class DppoLoss(Section, frozen=True, tag="dppo", tag_field="type"):
     """-r A, r = pi / mu, without the tokens that moved further than a divergence allows (arXiv:2602.04879)."""
 
     divergence: Annotated[
@@ -258,7 +258,7 @@ Loss = (
 )
 
 
-class Rejection(Section):
+class Rejection(Section, frozen=True):
     """Tokens or sequences whose estimated KL(mu || prox) lies outside the bounds leave the loss."""
 
     estimator: Annotated[
@@ -277,7 +277,7 @@ class Rejection(Section):
             raise ValueError("a rejection needs `low` or `high`, else it rejects nothing")
 
 
-class CorrectionConfig(Section):
+class CorrectionConfig(Section, frozen=True):
     """The behavior weight pi_prox / mu that corrects for staleness and mismatch."""
 
     level: Annotated[Literal["none", "token", "sequence", "geometric"], _text("none: weight 1; per token; product over the sequence; its geometric mean.")] = "token"
@@ -294,7 +294,7 @@ class CorrectionConfig(Section):
     ] = None
 
 
-class AlgorithmConfig(Section):
+class AlgorithmConfig(Section, frozen=True):
     """What is optimised: advantage, loss, correction and reduction, combined freely."""
 
     advantage: Annotated[Advantage, _text("Advantage estimator.")] = GrpoAdvantage()
@@ -307,7 +307,7 @@ class AlgorithmConfig(Section):
     constant_length: Annotated[Annotated[int, Meta(ge=1)] | None, _text("Divisor L of reduction='constant'; default sampling.max_completion_tokens.")] = None
 
 
-class LearnerConfig(Section):
+class LearnerConfig(Section, frozen=True):
     """The learner: batch, optimizer, ranks."""
 
     ranks: Annotated[int, _text("Learner processes on this machine (FSDP2); torchrun's environment takes precedence.", ge=1)] = 1
@@ -329,7 +329,7 @@ class LearnerConfig(Section):
     max_nonfinite_updates: Annotated[int, _text("This many non-finite updates in a row end the run.", ge=1)] = 5
 
 
-class VllmEngine(Section, tag="vllm", tag_field="type"):
+class VllmEngine(Section, frozen=True, tag="vllm", tag_field="type"):
     """vLLM's AsyncLLM in the generator process."""
 
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], _text("auto: float32 on CPU, the model's own type on GPU.")] = "auto"
@@ -342,13 +342,13 @@ class VllmEngine(Section, tag="vllm", tag_field="type"):
     prefix_caching: Annotated[bool, _text("Share the KV of equal prefixes (within one policy version).")] = True
 
 
-class HfEngine(Section, tag="hf", tag_field="type"):
+class HfEngine(Section, frozen=True, tag="hf", tag_field="type"):
     """transformers on the generator's device, for machines without vLLM."""
 
     dtype: Annotated[Literal["float32", "bfloat16"], _text("Parameter type.")] = "float32"
 
 
-class SimulatedEngine(Section, tag="simulated", tag_field="type"):
+class SimulatedEngine(Section, frozen=True, tag="simulated", tag_field="type"):
     """No model: lengths and latencies from distributions, for tests and sweeps."""
 
     median_tokens: Annotated[float, _text("Median completion length (lognormal).", gt=0)] = 64.0
@@ -361,7 +361,7 @@ class SimulatedEngine(Section, tag="simulated", tag_field="type"):
 EngineConfig = VllmEngine | HfEngine | SimulatedEngine
 
 
-class GeneratorConfig(Section):
+class GeneratorConfig(Section, frozen=True):
     """A generator process."""
 
     engine: Annotated[EngineConfig, _text("What samples tokens.")] = VllmEngine()
@@ -375,7 +375,7 @@ class GeneratorConfig(Section):
     max_restarts: Annotated[int, _text("Times that `async-rl train` restarts one generator.", ge=0)] = 3
 
 
-class WeightsConfig(Section):
+class WeightsConfig(Section, frozen=True):
     """How new weights reach the generators."""
 
     backend: Annotated[Literal["auto", "gloo", "nccl"], _text("auto: nccl when learner and engine are on GPUs, else gloo.")] = "auto"
@@ -385,11 +385,12 @@ class WeightsConfig(Section):
     port: Annotated[int, _text("Port of the rendezvous store; 0: any free one.", ge=0, le=65535)] = 0
 
 
-class TransportConfig(Section):
+class TransportConfig(Section, frozen=True):
     """The socket between learner and generators."""
 
     host: Annotated[str, _text("Address that the learner binds, and that generators connect to by default.")] = "127.0.0.1"
     port: Annotated[int, _text("Port; 0 takes any free one and writes it to <run.dir>/address.", ge=0, le=65535)] = 29400
+    http_port: Annotated[int, _text("Port of /status, /metrics and snapshots; 0 takes any free one (see <run.dir>/address).", ge=0, le=65535)] = 0
     insecure: Annotated[bool, _text("Allow binding to an address other than loopback without keys.")] = False
     heartbeat_s: Annotated[float, _text("Seconds between heartbeats.", gt=0)] = 1.0
     heartbeat_timeout_s: Annotated[float, _text("A member silent for this long loses its leases.", gt=0)] = 15.0
@@ -397,7 +398,7 @@ class TransportConfig(Section):
     max_message_bytes: Annotated[int, _text("Larger messages are refused and counted.", ge=1024)] = 64 << 20
 
 
-class EvaluationConfig(Section):
+class EvaluationConfig(Section, frozen=True):
     """Held-out evaluation, on the same generators, without stopping training."""
 
     every: Annotated[int, _text("Steps between evaluations; 0: none. The last version is always evaluated unless 0.", ge=0)] = 10
@@ -405,7 +406,7 @@ class EvaluationConfig(Section):
     temperature: Annotated[float, _text("Sampling temperature; 0 is greedy.", ge=0)] = 1.0
 
 
-class MetricsConfig(Section):
+class MetricsConfig(Section, frozen=True):
     """Where metrics go; metrics.jsonl is always written."""
 
     console: Annotated[Literal["auto", "live", "plain", "off"], _text("auto: live on a terminal, plain lines elsewhere.")] = "auto"
@@ -415,7 +416,7 @@ class MetricsConfig(Section):
     report: Annotated[bool, _text("Draw <run.dir>/report.png at the end.")] = True
 
 
-class Config(Section, kw_only=True):
+class Config(Section, frozen=True, kw_only=True):
     """All settings of a run."""
 
     run: RunConfig = RunConfig()

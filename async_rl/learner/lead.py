@@ -17,9 +17,12 @@ from async_rl.buffer import Ledger, LedgerSettings, TrajectoryGroup
 from async_rl.config import Config
 from async_rl.console import Console
 from async_rl.coordinator import Coordinator
-from async_rl.envs import build_environment, load_tokenizer
-from async_rl.evaluation import EvaluationResult
+from async_rl.envs.base import build_environment
+from async_rl.envs.tokenize import load_tokenizer, stop_ids
+from async_rl.evaluation import EvaluationResult, Evaluations, EvaluationSettings
+from async_rl.learner.evaluations import record_evaluation, write_samples
 from async_rl.learner.publisher import Publisher
+from async_rl.leasing import Leasing
 from async_rl.metrics import Metrics, open_sinks
 from async_rl.report import draw_report
 
@@ -39,17 +42,26 @@ class Lead:
         self.run_id = uuid.uuid4().hex[:12]
         self._write_config(resolved_from)
         tokenizer = load_tokenizer(config.model.path)
-        environment = build_environment(config, tokenizer)
-        source = environment.problems()
+        self.problems = build_environment(config).problems(tokenizer)
         self.console = Console(config)
-        ledger = Ledger(LedgerSettings.from_config(config), source.draw)
+        for reason, number in self.problems.dropped.items():
+            self.console.message(f"{number} problems are not used: {reason}")
         self.publisher = Publisher(config, self.run_id, device, config.transport.host)
+        ledger = Ledger(ledger_settings(config), self.problems.draw)
+        evaluations = Evaluations(
+            EvaluationSettings(
+                samples=config.evaluation.samples,
+                deadline_s=config.run.stall_timeout_s,
+                max_attempts=config.rewards.max_attempts,
+            )
+        )
         self.coordinator = Coordinator(
             config=config,
             run_id=self.run_id,
             ledger=ledger,
-            eval_problems=environment.eval_problems() if config.evaluation.every > 0 else [],
-            stop_ids=environment.stop_ids,
+            evaluations=evaluations,
+            eval_problems=self.problems.eval_problems() if config.evaluation.every > 0 else [],
+            leasing=Leasing(config, ledger, evaluations, stop_ids(tokenizer, config.sampling.stop)),
             transfer=self.publisher,
             notify=self.console.message,
         )
@@ -82,17 +94,17 @@ class Lead:
             while not wanted.wait(POLL_S):
                 self._take_evaluations()
                 self.console.update(step - 1, self.last_values, self.coordinator.status())
-                if stop():
+                if stop() or self._reached():
+                    self.coordinator.withdraw(wanted)
                     return None
-            if self._reached():
-                return None
-            return wanted.result()
+            self._take_evaluations()
+            return None if stop() or self._reached() else wanted.result()
         finally:
             self._wait_s = time.monotonic() - started
 
-    def trained(self, step: int) -> None:
-        """The batch of `step` made version `step`."""
-        self.coordinator.trained(step)
+    def trained(self) -> None:
+        """The batch in flight made the next version."""
+        self.coordinator.trained()
 
     def publish(self, version: int, stream: Iterable[tuple[str, torch.Tensor]], evaluate: bool) -> None:
         """Copy a version into the send buffers and let the coordinator send it; returns once buffers are full."""
@@ -117,7 +129,7 @@ class Lead:
 
     def _write(self, step: int, metrics: Metrics) -> None:
         for result in self._fresh_results:
-            result.record(metrics)
+            record_evaluation(metrics, result)
         self._fresh_results.clear()
         values = metrics.resolve()
         self.last_values = {**self.last_values, **values}
@@ -130,10 +142,15 @@ class Lead:
     def _take_evaluations(self) -> None:
         for result in self.coordinator.take_evaluations():
             self._fresh_results.append(result)
+            write_samples(self.run_dir / "evaluations", result)
+            if result.accuracy is None:
+                self.console.message(f"version {result.version}: evaluation found nothing ({result.failed} failed)")
+                continue
             self.accuracies.append((result.version, result.accuracy))
+            error = "" if result.stderr is None else f" +- {result.stderr:.3f}"
             self.console.message(
-                f"version {result.version}: held-out accuracy {result.accuracy:.3f} +- {result.stderr:.3f} "
-                f"({result.num_problems} problems)"
+                f"version {result.version}: held-out accuracy {result.accuracy:.3f}{error} "
+                f"({result.scored} completions, {result.failed} failed, {result.missing} missing)"
             )
 
     def _reached(self) -> bool:
@@ -179,3 +196,17 @@ class Lead:
         for sink in self.sinks:
             sink.close()
         self.console.close()
+
+
+def ledger_settings(config: Config) -> LedgerSettings:
+    """The ledger's part of the settings."""
+    return LedgerSettings(
+        batch_groups=config.learner.batch_groups,
+        group_size=config.sampling.group_size,
+        max_staleness=config.staleness.max_staleness,
+        publish_every=config.staleness.publish_every,
+        overdue=config.staleness.overdue,
+        reorder_window=config.staleness.reorder_window,
+        max_attempts=config.rewards.max_attempts,
+        total_steps=config.run.steps,
+    )

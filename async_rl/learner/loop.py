@@ -97,7 +97,7 @@ class Loop:
         metrics: Metrics = self.updater.step(prepare_batch(groups, step, self.config), step)
         train_s = time.monotonic() - started
         if self.lead is not None:
-            self.lead.trained(step)
+            self.lead.trained()
         publish_s = 0.0
         last = step == self.config.run.steps
         if step % self.config.staleness.publish_every == 0 or last:
