@@ -27,7 +27,7 @@ class RunConfig(Section, frozen=True):
     name: Annotated[str, _text("Name shown in trackers and on the console.")] = "run"
     dir: Annotated[str, _text("Run directory: resolved config, metrics.jsonl, report.png, model/.")] = "runs/run"
     seed: Annotated[int, _text("Seeds data order, sampling and initialisation.", ge=0)] = 0
-    steps: Annotated[int, _text("Steps to train; one step consumes one batch and makes one policy version.", ge=1)] = 100
+    steps: Annotated[int, _text("Steps to train; one step consumes one batch and makes one policy version. 0: only evaluate.", ge=0)] = 100
     stop_at_accuracy: Annotated[
         Annotated[float, Meta(gt=0, le=1)] | None,
         _text("End the run early once held-out accuracy reaches this share; off when absent."),

@@ -162,20 +162,23 @@ class Lead:
     def finish(self, step: int, evaluate: bool) -> None:
         """Last publication and evaluation, then the fleet is told to stop."""
         self.coordinator.wait_for_publication(self.config.weights.deadline_s * 2)
-        evaluated = self.accuracies[-1][0] if self.accuracies else -1
-        if evaluate and evaluated < step:
-            self.coordinator.evaluate(step)
-            deadline = time.monotonic() + self.config.run.stall_timeout_s
-            while self.coordinator.evaluating() and time.monotonic() < deadline:
-                time.sleep(0.05)
-                self._take_evaluations()
-        self._take_evaluations()
+        if evaluate:
+            self._await_evaluations()
+            if all(version < step for version, _ in self.accuracies):
+                self.coordinator.evaluate(step)
+                self._await_evaluations()
         if self._fresh_results:
             final = Metrics()
             final.last("step", step)
             final.last("policy_version", step)
             self._write(step, final)
         self.coordinator.stop("the run is complete")
+
+    def _await_evaluations(self) -> None:
+        """Rounds under way end by themselves: they have a deadline."""
+        while self.coordinator.evaluating():
+            time.sleep(0.05)
+        self._take_evaluations()
 
     def abort(self) -> None:
         """After a failure: tell the fleet, close files, draw nothing."""
