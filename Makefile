@@ -1,0 +1,57 @@
+# Everything a newcomer needs. Relative paths throughout, so that the checkout may lie anywhere.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+LOCK := requirements/cpu.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
+# Further arguments for pip. Where PyPI's torch is the CUDA build, take the CPU build instead:
+#   make setup PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+PIP_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart real test lint format docs clean
+
+help: ## Show this list.
+	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(VENV)/.installed ## Create .venv and install the pinned packages and this project (minutes, 3.3 GB; once).
+
+quickstart: setup ## Teach a tiny model arithmetic with a real vLLM engine: under five minutes on two cores.
+	$(BIN)/async-rl quickstart
+
+real: setup ## Teach SmolLM2-135M arithmetic in words: under twenty minutes on two cores.
+	$(BIN)/async-rl real
+
+test: setup ## Run all tests, fast and slow.
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: setup ## Check style and types.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup ## Apply the style.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: setup ## Write the generated pages of docs/.
+	$(BIN)/python -m async_rl.pages docs
+
+clean: ## Remove the environment and caches.
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# The project itself: installed again when its metadata changes.
+$(VENV)/.installed: $(VENV)/.packages pyproject.toml
+	@$(PIP) install --no-deps --no-build-isolation -e .
+	@touch $@
+
+# The pinned packages: installed again when the lock changes. --no-deps, because the lock is complete and leaves out
+# packages that vLLM names but does not need here, some of which do not load beside this torch.
+$(VENV)/.packages: $(LOCK)
+	@command -v "$(PYTHON)" >/dev/null || { echo 'error: no $(PYTHON) here; name a Python 3.11 or newer: make setup PYTHON=/path/to/python'; exit 2; }
+	@"$(PYTHON)" -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "error: $(PYTHON) is Python %d.%d, async_rl needs 3.11 or newer: make setup PYTHON=python3.11" % v[:2])'
+	@"$(PYTHON)" -m venv $(VENV)
+	@echo "Installing $$(wc -l < $(LOCK)) pinned packages into $(VENV): about two to four minutes, 3.3 GB ..."
+	@$(PIP) install --no-deps $(PIP_ARGS) -r $(LOCK)
+	@touch $@
