@@ -16,15 +16,13 @@ import pytest_asyncio
 
 from async_rl.engines.base import EngineError
 from async_rl.protocol import Manifest, VersionSpan
+from async_rl.weights.base import manifest_digest
 from async_rl.weights.errors import WeightsError
 from async_rl.weights.snapshot import write_snapshot
-from tests.engines.vllm_rig import SLOTS, Rig
+from tests.engines.vllm_rig import CLOSE, FAR, SLOTS, Rig, assert_current
 from tests.tiny_models import tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
-CLOSE = 1e-4
-"""Nats; float32 numerics stay two orders below."""
-FAR = 1e-2
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -38,13 +36,6 @@ async def rig(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def recompute(rig):
     rig.engine.running_requests = "recompute"
-
-
-async def assert_current(rig: Rig, version: int) -> None:
-    """The engine samples with exactly the weights of `version`, and says so."""
-    sample = await rig.sample()
-    assert [span.version for span in sample.versions] == [version]
-    assert rig.gap(version, sample).max() < CLOSE
 
 
 async def in_flight(rig: Rig, running_requests: str):
@@ -203,11 +194,8 @@ async def test_wrong_publication_is_refused_and_the_old_weights_stay(rig, break_
 
 async def test_publication_of_another_model_is_refused(rig):
     old, manifest = rig.engine.policy_version, rig.fill()
-    rig.buffers.manifest("run", 1)
     name = "model.norm.weight"
     tensors = tuple(replace_name(t, name, "model.norm.bias") for t in manifest.tensors)
-    from async_rl.weights.base import manifest_digest
-
     wrong = msgspec.structs.replace(manifest, tensors=tensors, digest=manifest_digest(tensors))
     await rig.join()
     sending = asyncio.to_thread(rig.sender.send, rig.buffers, manifest, 10)

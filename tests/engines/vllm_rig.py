@@ -22,6 +22,10 @@ from async_rl.weights.broadcast import Sender
 TEMPERATURE = 0.7
 DEADLINE_S = 30.0
 SLOTS = 8
+CLOSE = 1e-4
+"""Nats; float32 numerics stay two orders below."""
+FAR = 1e-2
+"""Nats; other weights are far beyond."""
 PROMPT = np.arange(5, 15, dtype=np.int32)
 REPACK_HEADS = vllm_plugin.repack_heads
 
@@ -87,11 +91,13 @@ class Rig:
         sending = asyncio.to_thread(self.sender.join, info.epoch, info.size, info.deadline_s)
         await asyncio.gather(sending, self.engine.join_epoch(info))
 
-    def fill(self) -> Manifest:
-        """Make the next version: other random weights of the same model."""
+    def fill(self, wire: torch.dtype = torch.float32) -> Manifest:
+        """Make the next version: other random weights of the same model, exact in the wire type."""
         version = len(self.models)
-        self.models[version] = model = redrawn(self.models[0], seed=version)
-        self.buffers.fill((name, parameter.detach()) for name, parameter in model.named_parameters())
+        self.models[version] = model = redrawn(self.models[0], version, wire)
+        if wire != torch.float32:
+            self.buffers = SendBuffers(self.buffers.bucket_bytes)
+        self.buffers.fill((name, parameter.detach().to(wire)) for name, parameter in model.named_parameters())
         return self.buffers.manifest("run", version)
 
     async def receive(self, manifest: Manifest) -> str:
@@ -102,9 +108,9 @@ class Rig:
         _, checksum = await asyncio.gather(sending, self.engine.receive(self.epoch, manifest, DEADLINE_S))
         return checksum
 
-    async def publish(self) -> LoadReport:
+    async def publish(self, wire: torch.dtype = torch.float32) -> LoadReport:
         """Make, send and load the next version."""
-        manifest = self.fill()
+        manifest = self.fill(wire)
         await self.receive(manifest)
         return await self.engine.load(manifest)
 
@@ -133,12 +139,19 @@ class Rig:
         self.sender.close()
 
 
-def redrawn(model: PreTrainedModel, seed: int) -> PreTrainedModel:
-    """The same model with other weights; norms are spread too, so that every tensor matters."""
+async def assert_current(rig: Rig, version: int) -> None:
+    """The engine samples with exactly the weights of `version`, and says so."""
+    sample = await rig.sample()
+    assert [span.version for span in sample.versions] == [version]
+    assert rig.gap(version, sample).max() < CLOSE
+
+
+def redrawn(model: PreTrainedModel, seed: int, wire: torch.dtype) -> PreTrainedModel:
+    """The same model with other weights, exact in the wire type; norms are spread too, so that every tensor matters."""
     model = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator) * 0.1
-            parameter.copy_(noise if parameter.ndim > 1 else 1 + noise)
+            parameter.copy_((noise if parameter.ndim > 1 else 1 + noise).to(wire))
     return model
