@@ -38,7 +38,7 @@ def divergence(estimator: str, difference: Tensor) -> Tensor:
 
 
 def adaptive_coefficient(coefficient: float, kl: float, target: float, horizon: int) -> float:
-    """The next coefficient: times 1 + clip(kl / target - 1, -0.2, 0.2) / horizon (arXiv:1909.08593 section 2.2).
+    """The next coefficient: times 1 + clip(kl / target - 1, -0.2, 0.2) / horizon (arXiv:1909.08593).
 
     `horizon` is in steps: that many steps far above the target multiply the coefficient by about 1.2.
     """

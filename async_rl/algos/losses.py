@@ -15,6 +15,7 @@ from typing import NamedTuple, overload
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from async_rl.algos.kl import kl_penalty
 from async_rl.algos.ratios import importance_ratio, keep_within, log_ratio, truncate
@@ -146,7 +147,7 @@ def truncated_is(config: TruncatedIsLoss, inputs: LossInputs) -> LossOutput:
 
 
 def cispo(config: CispoLoss, inputs: LossInputs) -> LossOutput:
-    """-sg(clip(r, 1 - low, 1 + high)) A log pi, r = pi / mu (arXiv:2506.13585 eq. 4)."""
+    """-sg(clip(r, 1 - low, 1 + high)) A log pi, r = pi / mu (arXiv:2506.13585)."""
     ratio = log_ratio(inputs.logprobs, inputs.behavior_logprobs, inputs.mask).exp().detach()
     low, high = 1 - config.clip_low, 1 + config.clip_high
     loss = -ratio.clamp(low, high) * inputs.advantages * inputs.logprobs
@@ -156,7 +157,7 @@ def cispo(config: CispoLoss, inputs: LossInputs) -> LossOutput:
 def gspo(config: GspoLoss, inputs: LossInputs) -> LossOutput:
     """-w min(s A, clip(s, 1 - low, 1 + high) A), s the sequence's geometric mean of pi / prox (arXiv:2507.18071).
 
-    In the token form of its eq. 13, sg(s) pi / sg(pi): equal value and, averaged over the sequence, equal gradient.
+    In its token form, sg(s) pi / sg(pi): equal value and, averaged over the sequence, equal gradient.
     """
     where = (inputs.mask, inputs.sequence_index, inputs.num_sequences)
     ratio = importance_ratio(inputs.logprobs.detach(), inputs.proximal_logprobs, *where, "geometric")
@@ -166,10 +167,12 @@ def gspo(config: GspoLoss, inputs: LossInputs) -> LossOutput:
 
 
 def sapo(config: SapoLoss, inputs: LossInputs) -> LossOutput:
-    """-w f(r) A, f(r) = sigmoid(tau (r - 1)) 4 / tau, r = pi / prox, tau by the sign of A (arXiv:2511.20347 eq. 5)."""
+    """-w f(r) A, f(r) = sigmoid(tau (r - 1)) 4 / tau, r = pi / prox, tau by the sign of A (arXiv:2511.20347)."""
     ratio = log_ratio(inputs.logprobs, inputs.proximal_logprobs, inputs.mask).exp()
     tau = torch.where(inputs.advantages > 0, config.tau_positive, config.tau_negative)
-    loss = -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * inputs.advantages
+    # sigmoid's own derivative s (1 - s) has no digits left where s is near 1.
+    gate = functional.logsigmoid(tau * (ratio - 1)).exp() * 4 / tau
+    loss = -gate * inputs.advantages
     return LossOutput(_weighted(loss, inputs), {"ratio": ratio.detach()})
 
 
@@ -183,7 +186,7 @@ def icepop(config: IcePopLoss, inputs: LossInputs) -> LossOutput:
 
 
 def topr(config: ToprLoss, inputs: LossInputs) -> LossOutput:
-    """-A log pi for A > 0, -sg(min(r, cap)) A log pi for A < 0, r = pi / mu (arXiv:2503.14286 eq. 8)."""
+    """-A log pi for A > 0, -sg(min(r, cap)) A log pi for A < 0, r = pi / mu (arXiv:2503.14286)."""
     where = (inputs.mask, inputs.sequence_index, inputs.num_sequences)
     ratio = importance_ratio(inputs.logprobs.detach(), inputs.behavior_logprobs, *where, config.level)
     negative = inputs.advantages < 0
@@ -225,7 +228,7 @@ def penalized(
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, dual_clip: float | None) -> LossOutput:
-    """PPO's clipped surrogate, negated; dual clip bounds it by c |A| for A < 0 (arXiv:1912.09729 eq. 5)."""
+    """PPO's clipped surrogate, negated; dual clip bounds it by c |A| for A < 0 (arXiv:1912.09729)."""
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
     positive, negative = advantages > 0, advantages < 0
     diagnostics = {

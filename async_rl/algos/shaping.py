@@ -11,7 +11,7 @@ def soft_overlong_penalty(num_tokens: int, max_tokens: int, buffer_tokens: int) 
     excess = num_tokens - (max_tokens - buffer_tokens)
     if excess <= 0:
         return 0.0
-    return -min(excess / buffer_tokens, 1.0)
+    return -excess / buffer_tokens if excess < buffer_tokens else -1.0
 
 
 def penalize_kl(reward: float | None, kl: float, coefficient: float) -> float | None:

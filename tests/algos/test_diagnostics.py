@@ -1,0 +1,68 @@
+"""Off-policyness by staleness, against loops."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from async_rl.algos.diagnostics import by_staleness, quantiles, staleness_sums
+from tests.algos.inputs import Packed, packed
+from tests.reference import importance as reference
+
+MAX = 3
+
+
+def staleness_of(batch: Packed) -> torch.Tensor:
+    """0..6, and nonsense where masked."""
+    ages = (torch.arange(len(batch.mask)) * 5) % 7
+    return torch.where(batch.mask, ages, 10**12)
+
+
+def sums_of(batch: Packed, staleness: torch.Tensor) -> torch.Tensor:
+    return staleness_sums(batch.proximal, batch.behavior, batch.mask, staleness, MAX)
+
+
+def test_measures_by_staleness() -> None:
+    batch = packed(0)
+    staleness = staleness_of(batch)
+    rows = by_staleness(sums_of(batch, staleness))
+    assert len(rows) == MAX + 2
+    for age, row in enumerate(rows):
+        chosen = batch.mask & ((staleness == age) if age <= MAX else (staleness > MAX))
+        logs = [float(a - b) for a, b in zip(batch.proximal[chosen], batch.behavior[chosen], strict=True)]
+        ratios = [math.exp(value) for value in logs]
+        assert row is not None and row.tokens == len(logs) > 5
+        assert row.ratio_mean == pytest.approx(sum(ratios) / len(ratios), rel=1e-5)
+        assert row.effective_sample_size == pytest.approx(reference.effective_sample_size(ratios), rel=1e-5)
+        assert row.k1 == pytest.approx(-sum(logs) / len(logs), rel=1e-4, abs=1e-6)
+        assert row.k3 == pytest.approx(sum(r - 1 - v for r, v in zip(ratios, logs, strict=True)) / len(logs), rel=1e-4)
+        assert row.log_ratio_abs_mean == pytest.approx(sum(map(abs, logs)) / len(logs), rel=1e-4)
+
+
+def test_sums_add_over_micro_batches() -> None:
+    batch = packed(1)
+    staleness = staleness_of(batch)
+    added = torch.zeros_like(sums_of(batch, staleness))
+    for part in ([0, 5], [1, 2, 3, 4]):
+        tokens = torch.cat([torch.nonzero(batch.index == sequence)[:, 0] for sequence in part])
+        added += sums_of(batch.take(part), staleness[tokens])
+    torch.testing.assert_close(added, sums_of(batch, staleness))
+
+
+def test_no_token_of_a_staleness_is_none_and_huge_ratios_stay_finite() -> None:
+    proximal = torch.tensor([1e4, -1e4, 0.0])
+    mask = torch.ones(3, dtype=torch.bool)
+    rows = by_staleness(staleness_sums(proximal, torch.zeros(3), mask, torch.tensor([1, 1, 9]), 2))
+    assert rows[0] is None and rows[2] is None
+    assert rows[1] is not None and rows[1].effective_sample_size == pytest.approx(0.5)
+    assert rows[3] is not None and rows[3].ratio_mean == 1.0
+
+
+def test_quantiles() -> None:
+    values = torch.arange(100, 0, -1).float()
+    mask = torch.ones(100, dtype=torch.bool)
+    assert quantiles(values, mask, (0.01, 0.5, 0.99, 1.0)) == [1.0, 50.0, 99.0, 100.0]
+    assert quantiles(values, values <= 2, (0.5, 0.51, 1.0)) == [1.0, 2.0, 2.0]
+    assert quantiles(values, ~mask, (0.5,)) == []

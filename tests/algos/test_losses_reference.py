@@ -1,0 +1,170 @@
+"""Every loss against its paper's formula in float64, token by token, in value and gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from async_rl.algos.losses import LossOutput, loss_function
+from async_rl.config.schema import (
+    CispoLoss,
+    DecoupledPpoLoss,
+    DppoLoss,
+    GspoLoss,
+    IcePopLoss,
+    Loss,
+    PpoLoss,
+    ReinforceLoss,
+    SapoLoss,
+    ToprLoss,
+    TruncatedIsLoss,
+)
+from tests.algos.inputs import Packed, packed
+from tests.reference import losses as reference
+
+Token = tuple[float, float, float, float, float]
+"""pi, prox, mu, advantage, behavior weight."""
+Reference = Callable[[float, float, float, float, float], tuple[float, float]]
+
+TOKEN_LOSSES: list[tuple[Loss, Reference]] = [
+    (PpoLoss(clip_low=0.2, clip_high=0.28), lambda pi, prox, mu, adv, w: reference.ppo(pi, mu, adv, 0.2, 0.28, None)),
+    (PpoLoss(dual_clip=3.0), lambda pi, prox, mu, adv, w: reference.ppo(pi, mu, adv, 0.2, 0.2, 3.0)),
+    (
+        DecoupledPpoLoss(clip_low=0.2, clip_high=0.28),
+        lambda pi, prox, mu, adv, w: reference.decoupled_ppo(pi, prox, adv, w, 0.2, 0.28, None),
+    ),
+    (
+        DecoupledPpoLoss(dual_clip=2.0),
+        lambda pi, prox, mu, adv, w: reference.decoupled_ppo(pi, prox, adv, w, 0.2, 0.2, 2.0),
+    ),
+    (ReinforceLoss(), lambda pi, prox, mu, adv, w: reference.reinforce(pi, adv, w)),
+    (TruncatedIsLoss(cap=2.0), lambda pi, prox, mu, adv, w: reference.truncated_is(pi, mu, adv, 2.0)),
+    (
+        CispoLoss(clip_low=0.5, clip_high=0.28),
+        lambda pi, prox, mu, adv, w: reference.cispo(pi, mu, adv, 0.5, 0.28),
+    ),
+    (
+        SapoLoss(tau_positive=0.9, tau_negative=1.3),
+        lambda pi, prox, mu, adv, w: reference.sapo(pi, prox, adv, w, 0.9, 1.3),
+    ),
+    (IcePopLoss(low=0.5, high=2.0), lambda pi, prox, mu, adv, w: reference.icepop(pi, prox, mu, adv, 0.5, 2.0)),
+    (
+        ToprLoss(level="token", cap=1.2),
+        lambda pi, prox, mu, adv, w: reference.topr(pi, adv, reference_ratio(pi, mu), 1.2),
+    ),
+    (DppoLoss(threshold=0.05), lambda pi, prox, mu, adv, w: reference.dppo(pi, mu, adv, "tv", 0.05)),
+    (DppoLoss(divergence="kl", threshold=0.05), lambda pi, prox, mu, adv, w: reference.dppo(pi, mu, adv, "kl", 0.05)),
+]
+
+
+def reference_ratio(pi: float, mu: float) -> float:
+    return reference.geometric_mean_ratio([pi], [mu])
+
+
+def run(config: Loss, batch: Packed, weight: torch.Tensor, cotangent: torch.Tensor) -> tuple[LossOutput, torch.Tensor]:
+    """The loss and the gradient of sum(cotangent * loss)."""
+    logprobs = batch.logprobs.clone().requires_grad_()
+    output = loss_function(config)(batch.inputs(logprobs, weight))
+    (gradient,) = torch.autograd.grad((output.loss * cotangent).sum(), logprobs)
+    return output, gradient
+
+
+def random_weights(seed: int, batch: Packed) -> tuple[torch.Tensor, torch.Tensor]:
+    """A behavior weight and a factor of the loss for each token."""
+    generator = torch.Generator().manual_seed(seed)
+    size = len(batch.logprobs)
+    return 2 * torch.rand(size, generator=generator), 0.5 + torch.rand(size, generator=generator)
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual.double(), expected, rtol=3e-5, atol=3e-6)
+
+
+@pytest.mark.parametrize(("config", "literal"), TOKEN_LOSSES, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_token_losses(config: Loss, literal: Reference) -> None:
+    for seed in range(20):
+        batch = packed(seed)
+        weight, cotangent = random_weights(seed, batch)
+        expected = torch.zeros(len(batch.logprobs), dtype=torch.float64)
+        derivative = torch.zeros(len(batch.logprobs), dtype=torch.float64)
+        for t in torch.nonzero(batch.mask)[:, 0].tolist():
+            token = (batch.logprobs[t], batch.proximal[t], batch.behavior[t], batch.advantages[t], weight[t])
+            expected[t], derivative[t] = literal(*(float(value) for value in token))
+        output, gradient = run(config, batch, weight, cotangent)
+        close(output.loss, expected)
+        close(gradient, derivative * cotangent.double())
+
+
+def test_random_inputs_reach_every_branch() -> None:
+    batches = [packed(seed) for seed in range(20)]
+    for config, _ in TOKEN_LOSSES:
+        outputs = [loss_function(config)(batch.inputs()) for batch in batches]
+        for name in outputs[0].diagnostics:
+            if name == "ratio":
+                continue
+            flags = torch.cat(
+                [output.diagnostics[name][batch.mask] for output, batch in zip(outputs, batches, strict=True)]
+            )
+            assert 20 < int(flags.sum()) < len(flags) - 20, (config, name)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+def test_gspo(scale: float) -> None:
+    config = GspoLoss() if scale < 1 else GspoLoss(clip_low=0.2, clip_high=0.28)
+    clipped = {"clipped_low": 0, "clipped_high": 0, "inside": 0}
+    for seed in range(30):
+        batch = packed(seed, scale=scale)
+        weight, _ = random_weights(seed, batch)
+        weight = weight[batch.index]
+        cotangent = torch.zeros(len(batch.logprobs))
+        expected = torch.zeros(len(batch.logprobs), dtype=torch.float64)
+        derivative = torch.zeros(len(batch.logprobs), dtype=torch.float64)
+        for sequence in range(batch.num_sequences):
+            tokens = batch.valid(sequence)
+            if not tokens:
+                continue
+            loss, slopes = reference.gspo_sequence(
+                [float(batch.logprobs[t]) for t in tokens],
+                [float(batch.proximal[t]) for t in tokens],
+                float(batch.advantages[tokens[0]]),
+                config.clip_low,
+                config.clip_high,
+            )
+            factor = float(weight[tokens[0]])
+            for t, slope in zip(tokens, slopes, strict=True):
+                expected[t], derivative[t], cotangent[t] = factor * loss, factor * slope, 1 / len(tokens)
+        output, gradient = run(config, batch, weight, cotangent)
+        close(output.loss, expected)
+        close(gradient, derivative)
+        for name in ("clipped_low", "clipped_high"):
+            clipped[name] += int(output.diagnostics[name].sum())
+        clipped["inside"] += int((gradient != 0).sum())
+    assert min(clipped.values()) > 50, clipped
+
+
+@pytest.mark.parametrize(
+    ("level", "ratio"), [("sequence", reference.product_ratio), ("geometric", reference.geometric_mean_ratio)]
+)
+def test_topr_of_sequences(level: str, ratio: Callable[[list[float], list[float]], float]) -> None:
+    config = ToprLoss(level=level, cap=0.9)
+    truncated = []
+    for seed in range(20):
+        batch = packed(seed, lengths=(3, 5, 2, 4, 1, 6, 2), scale=0.5)
+        _, cotangent = random_weights(seed, batch)
+        expected = torch.zeros(len(batch.logprobs), dtype=torch.float64)
+        derivative = torch.zeros(len(batch.logprobs), dtype=torch.float64)
+        for sequence in range(batch.num_sequences):
+            tokens = batch.valid(sequence)
+            if tokens:
+                pi, mu = ([float(values[t]) for t in tokens] for values in (batch.logprobs, batch.behavior))
+                of_sequence = ratio(pi, mu)
+            for t in tokens:
+                advantage = float(batch.advantages[t])
+                expected[t], derivative[t] = reference.topr(float(batch.logprobs[t]), advantage, of_sequence, 0.9)
+        output, gradient = run(config, batch, torch.ones(len(cotangent)), cotangent)
+        close(output.loss, expected)
+        close(gradient, derivative * cotangent.double())
+        truncated += output.diagnostics["clipped_high"][batch.mask & (batch.advantages < 0)].tolist()
+    assert 20 < sum(truncated) < len(truncated) - 20
