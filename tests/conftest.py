@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 # Before any test imports torch, vLLM or a tracker: they read these once.
 for _name, _value in {
@@ -21,6 +22,10 @@ for _name, _value in {
     "RAY_USAGE_STATS_ENABLED": "0",
 }.items():
     os.environ.setdefault(_name, _value)
+
+# No example has a deadline: the machine may be busy. CI always draws the same examples.
+settings.register_profile("async_rl", deadline=None, derandomize="CI" in os.environ, print_blob=True)
+settings.load_profile("async_rl")
 
 Spawn = Callable[..., "subprocess.Popen[str]"]
 

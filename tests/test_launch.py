@@ -128,6 +128,13 @@ def test_a_refused_setting_is_not_tried_again(tmp_path: Path) -> None:
     assert (code, (tmp_path / "starts").read_text()) == (2, "1")
 
 
+@pytest.mark.parametrize("code", [0, 130])
+def test_a_generator_that_left_is_not_called_back(tmp_path: Path, code: int) -> None:
+    generator = f"count('starts'); note('left'); sys.exit({code})"
+    assert supervisor(tmp_path, "wait_for('left'); time.sleep(0.3)", generator).run() == 0
+    assert (tmp_path / "starts").read_text() == "1"
+
+
 def test_the_run_goes_on_with_the_other_generators(tmp_path: Path) -> None:
     survivor = "wait_for('dead'); note('working'); wait_for('over')"
     learner = "wait_for('working'); time.sleep(0.2); note('over')"

@@ -2,7 +2,7 @@
 
 The supervisor writes the groups that it starts and ends into a pipe (`123`, `-123`, one a line). When the pipe closes,
 whatever is still in those groups gets SIGTERM and, after a grace, SIGKILL. Unlike a parent-death signal this reaches
-grandchildren too, and needs no code in a forked child. It runs as `python guard.py GRACE_S` on the standard library.
+grandchildren too, and needs no code in a forked child. It runs as `python -I guard.py GRACE_S`.
 """
 
 from __future__ import annotations

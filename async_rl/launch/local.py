@@ -26,6 +26,8 @@ from async_rl.launch import guard
 
 SETTINGS_ERROR = 2
 """Exit code of a process that refused its settings: starting it again cannot help."""
+LEFT = (0, 130)
+"""Exit codes of a generator that was told to leave, by its learner or by a person."""
 LOG_LINES = 20
 _TAIL_BYTES = 16 << 10
 _POLL_S = 0.05
@@ -149,7 +151,7 @@ class Supervisor:
             return None
         code = _exit_code(child)
         self._ended(child)
-        if code == 0:
+        if code in LEFT:
             _say(f"{child.name} left the run")
             return None
         self._show_error(child, code)
@@ -231,7 +233,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        argv = [sys.executable, guard.__file__, str(self.deadlines.orphan_s)]
+        argv = [sys.executable, "-I", guard.__file__, str(self.deadlines.orphan_s)]
         self._guard = subprocess.Popen(argv, stdin=subprocess.PIPE, start_new_session=True)
         try:
             yield
