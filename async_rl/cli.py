@@ -79,7 +79,7 @@ def generator(
     name: Annotated[str | None, typer.Option(help="Unique name, kept across restarts; default: host and pid.")] = None,
 ) -> int:
     """Sample and score completions for a learner; start as many as there are machines, at any time."""
-    settings = _load(config, overrides or [], f"generator-{name or os.getpid()}")
+    settings = _load(config, overrides or [], name or f"generator-{os.getpid()}")
     from async_rl.generator import run_generator
 
     return run_generator(settings, learner, name)
@@ -88,7 +88,7 @@ def generator(
 @app.command()
 def train(config: ConfigFile, overrides: Overrides = None) -> int:
     """Start and supervise a learner and its generators on this machine."""
-    _load(config, overrides or [], "train")
+    _load(config, overrides or [], "train", warn=False)
     from async_rl.launch.local import run_train
 
     return run_train(config, overrides or [])
@@ -131,13 +131,13 @@ def quickstart(overrides: Overrides = None) -> int:
     return run(overrides or [])
 
 
-def _load(path: str, overrides: list[str], role: str) -> Config:
-    """Load settings, print warnings, and start logging to the screen and to <run.dir>/logs."""
+def _load(path: str, overrides: list[str], role: str, warn: bool = True) -> Config:
+    """Load settings and start logging to the screen and to <run.dir>/logs/ROLE.details.log."""
     from async_rl.config import load_config, warnings
 
     config = load_config(path, overrides)
-    _start_logging(Path(config.run.dir) / "logs" / f"{role}.log")
-    for line in warnings(config):
+    _start_logging(Path(config.run.dir) / "logs" / f"{role}.details.log")
+    for line in warnings(config) if warn else ():
         logging.getLogger(__name__).warning("%s", line)
     return config
 
