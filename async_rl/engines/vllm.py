@@ -76,7 +76,10 @@ class VllmEngine(Engine):
         try:
             self._llm = await asyncio.to_thread(self._build)
         except Exception as error:  # anything that keeps vLLM from starting, with its own words
-            raise EngineError(f"vLLM did not start with model {str(self.model)!r}: {error}") from error
+            raise EngineError(
+                f"vLLM did not start with model {str(self.model)!r} and {self.max_model_len} tokens a request "
+                f"(generator.engine.max_model_len, else data.max_prompt_tokens + sampling.max_completion_tokens): {error}"
+            ) from error
         self._watch = vllm_process.ProcessWatch([p.pid for p in self._processes()])
         await self._set_label(0)
 
@@ -106,13 +109,13 @@ class VllmEngine(Engine):
 
         self._check_length(request)
         await self._gate.wait()
-        self._raise_failure()
+        self._check_alive()
         prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=str(self._label))
         try:
             outputs = [o async for o in self._llm.generate(prompt, _parameters(request.sampling), request.request_id)]
         except (EngineDeadError, EngineGenerateError) as error:
             raise self._fail(f"sampling {request.request_id!r}: {error.__cause__ or error}") from error
-        self._raise_failure()
+        self._check_alive()
         assert len(outputs) == 1 and outputs[0].finished, "FINAL_ONLY sends one output"
         return _sample(outputs[0].outputs[0])
 
@@ -146,14 +149,13 @@ class VllmEngine(Engine):
         """Load what is held; an error in it leaves no usable model, so the engine is stopped instead of resumed."""
         assert self._received == (manifest.version, manifest.checksum), f"version {manifest.version} was not received"
         self._received = None
-        self._raise_failure()
+        self._check_alive()
         self._gate.clear()
         try:
             began = time.perf_counter()
             async with self._paused():
                 paused = time.perf_counter()
-                await self._rpc("weights_load", (manifest.version,), self.load_timeout_s)
-                await self._set_label(manifest.version)
+                await self._load_held(manifest.version)
                 loaded = time.perf_counter()
             resumed = time.perf_counter()
         finally:
@@ -161,6 +163,14 @@ class VllmEngine(Engine):
         self.policy_version = manifest.version
         stood_still = paused if self.running_requests == "finish" else began
         return LoadReport(checksum=manifest.checksum, load_s=loaded - paused, paused_s=resumed - stood_still)
+
+    async def _load_held(self, version: int) -> None:
+        try:
+            await self._rpc("weights_load", (version,), self.load_timeout_s)
+            await self._set_label(version)
+        except asyncio.CancelledError:  # what the workers hold now is unknown
+            self._fail(f"loading version {version} was interrupted")
+            raise
 
     @asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
@@ -188,7 +198,7 @@ class VllmEngine(Engine):
 
     async def _transfer(self, method: str, arguments: tuple, deadline_s: float) -> str | None:
         """Run one background transfer in every worker and return the checksum that they agree on."""
-        self._raise_failure()
+        self._check_alive()
         limit = time.monotonic() + deadline_s + GRACE_S
         while any(busy := await self._rpc(method, arguments)):
             # An earlier transfer, abandoned by its caller, runs until its own deadline.
@@ -239,12 +249,15 @@ class VllmEngine(Engine):
             self._llm.output_processor.propagate_error(EngineDeadError())
         return self._failure
 
-    def _raise_failure(self) -> None:
+    def _check_alive(self) -> None:
         if self._failure is not None:
             raise self._failure
+        assert self._llm is not None, "start() comes first"
 
     async def close(self) -> None:
         """Stop vLLM and wait until none of its processes is left."""
+        if self._sockets is not None:
+            shutil.rmtree(self._sockets, ignore_errors=True)
         if self._llm is None:
             return
         self._fail("the engine was closed")
@@ -254,8 +267,6 @@ class VllmEngine(Engine):
         assert self._watch is not None
         await asyncio.gather(asyncio.to_thread(llm.shutdown, CLOSE_S), asyncio.to_thread(self._watch.kill_workers))
         await asyncio.to_thread(self._watch.kill_all)
-        if self._sockets is not None:
-            shutil.rmtree(self._sockets, ignore_errors=True)
         del llm
         gc.collect()  # an AsyncLLM collected at interpreter exit prints a traceback
 
