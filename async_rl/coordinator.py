@@ -430,9 +430,8 @@ class Coordinator:
             except p.ProtocolError as error:
                 self.server.refused["impossible_versions"] += 1
                 log.error("refused a trajectory of %s: %s", name, error)
-        if outcome != "stored":
-            self.meter.dropped(trajectory)
-        elif trajectory.status == "failed":
+        self.meter.arrived(trajectory, wanted=outcome == "stored")
+        if outcome == "stored" and trajectory.status == "failed":
             self._show_error(name, key, trajectory)
         self.server.send(identity, p.Acknowledged(key=key, outcome=outcome))
         self._work_changed = True

@@ -18,7 +18,7 @@ class FleetMeter:
         self.totals: Counter[str] = Counter()
         """Sums over all processes that ever were."""
         self._collected: Counter[str] = Counter()
-        self._dropped_tokens = 0
+        self._generated_tokens = self._dropped_tokens = 0
 
     def update(self, name: str, incarnation: str, stats: GeneratorStats) -> None:
         """New totals of one process."""
@@ -31,18 +31,19 @@ class FleetMeter:
         """The process is gone; its totals stay counted."""
         self._last.pop((name, incarnation), None)
 
-    def dropped(self, trajectory: Trajectory) -> None:
-        """A trajectory whose result nobody wanted any more."""
-        self._dropped_tokens += len(trajectory.completion_ids)
+    def arrived(self, trajectory: Trajectory, wanted: bool) -> None:
+        """A trajectory came in; an unwanted one (late, duplicate, of a lost future) counts as dropped."""
+        self._generated_tokens += len(trajectory.completion_ids)
+        self._dropped_tokens += 0 if wanted else len(trajectory.completion_ids)
 
     def collect(self, elapsed_s: float) -> Metrics:
         """Rates over the `elapsed_s` seconds since the last call."""
         metrics = Metrics()
         delta = Counter({name: total - self._collected[name] for name, total in self.totals.items()})
         self._collected = Counter(self.totals)
-        metrics.mean("throughput/generated_tokens_per_s", delta["generated_tokens"], elapsed_s)
+        metrics.mean("throughput/generated_tokens_per_s", self._generated_tokens, elapsed_s)
         metrics.mean("throughput/dropped_tokens_per_s", self._dropped_tokens, elapsed_s)
         if delta["slot_s"] > 0:
             metrics.mean("generator/idle_share", delta["idle_slot_s"], delta["slot_s"])
-        self._dropped_tokens = 0
+        self._generated_tokens = self._dropped_tokens = 0
         return metrics

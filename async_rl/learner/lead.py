@@ -123,6 +123,7 @@ class Lead:
         metrics.last("time/step_s", step_s)
         metrics.last("time/wait_for_batch_s", self._wait_s)
         metrics.mean("learner/wait_share", self._wait_s, step_s)
+        metrics.mean("throughput/trained_tokens_per_s", metrics.resolve().get("loss/tokens", 0.0), step_s)
         metrics.merge(self.coordinator.collect(step_s))
         self._take_evaluations()
         self._write(step, metrics)
