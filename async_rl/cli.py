@@ -175,14 +175,18 @@ def run(arguments: list[str]) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except ValueError as error:
-        return _fail(str(error), code=2) if _raised_by_us(error) else _fail_at_run_time(error)
+        return _fail(str(error), code=2) if _is_refusal(error) else _fail_at_run_time(error)
     except Exception as error:  # the process boundary: logged in full, shown in one line
         return _fail_at_run_time(error)
     return code if isinstance(code, int) else 0
 
 
-def _raised_by_us(error: ValueError) -> bool:
-    """Whether a `raise` of ours refused something, as against a library or an operation that failed on the way."""
+def _is_refusal(error: ValueError) -> bool:
+    """Whether a `raise` of ours refused the user's input, as against a library or an operation that failed."""
+    from async_rl.config import ConfigError
+
+    if isinstance(error, ConfigError):
+        return True
     last = error.__traceback__
     assert last is not None, "only raised errors come here"
     while last.tb_next is not None:
