@@ -131,6 +131,14 @@ def quickstart(overrides: Overrides = None) -> int:
     return run(overrides or [])
 
 
+@app.command()
+def real(overrides: Overrides = None) -> int:
+    """Teach a real model of 135M parameters one-step arithmetic in words: under twenty minutes on two cores."""
+    from async_rl.recipes.real import run
+
+    return run(overrides or [])
+
+
 def _load(path: str, overrides: list[str], role: str, warn: bool = True) -> Config:
     """Load settings and start logging to the screen and to <run.dir>/logs/ROLE.details.log."""
     from async_rl.config import load_config, warnings

@@ -48,7 +48,10 @@ class Console:
             self._live.start()
 
     def update(self, step: int, values: Mapping[str, float], status: Mapping[str, Any] | None = None) -> None:
-        """Show `values` (the latest of every key) after `step` steps; further calls for it only refresh the panel."""
+        """Show `values` (the latest of every key) after `step` steps; further calls for it only refresh the panel.
+
+        Of `status`, `wait` stands in place of advice before the first step and while `generators` is empty.
+        """
         with self._lock:
             new = step > self._shown_step
             if new:
@@ -85,7 +88,9 @@ class Console:
         table = Table.grid(padding=(0, 2))
         for label, value in self._rows(values):
             table.add_row(Text(label, style="dim"), value)
-        sentence = str(status.get("waiting_for") or bottleneck_sentence(values, self._config))
+        nothing_moves = "learner/wait_share" not in values or status.get("generators") == []
+        wait = str(status.get("wait", "")) if nothing_moves else ""
+        sentence = wait or bottleneck_sentence(values, self._config)
         body = Group(self._progress(step), Text(), table, Text(), Text(sentence, style="yellow"))
         return Panel(body, title=f"[bold]{self._config.run.name}[/bold]", title_align="left", padding=(0, 1))
 

@@ -75,12 +75,19 @@ def test_live_shows_the_last_values_and_the_bottleneck(monkeypatch: pytest.Monke
     assert "version 4: held-out accuracy 0.75" in file.getvalue()
 
 
-def test_what_the_coordinator_waits_for_stands_above_advice() -> None:
+@pytest.mark.parametrize(
+    ("values", "generators", "says_wait"),
+    [({}, ["g"], True), ({}, [], True), (VALUES, [], True), (VALUES, ["g"], False)],
+)
+def test_the_coordinators_wait_is_said_while_nothing_moves(
+    values: dict[str, float], generators: list[str], says_wait: bool
+) -> None:
     file = Terminal()
     view = console(file, "live")
-    view.update(0, {}, {"waiting_for": "no generator has registered for 12 s"})
+    view.update(1, values, {"wait": "no generator is connected", "generators": generators})
     view.close()
-    assert "no generator has registered for 12 s" in shown(file)
+    assert ("no generator is connected" in shown(file)) is says_wait
+    assert ("generation is the bottleneck" in shown(file)) is not says_wait
 
 
 def test_off_prints_nothing() -> None:

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from math import gcd
 
 from async_rl import staleness as staleness_rule
-from async_rl.config.effect import SWITCHES, is_loopback, value_at, without_effect
+from async_rl.addresses import is_loopback
+from async_rl.config.effect import SWITCHES, value_at, without_effect
 from async_rl.config.fields import settings, tag_of
 from async_rl.config.schema import (
     ArithmeticEnvironment,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Callable
 from typing import NamedTuple
 
+from async_rl.addresses import is_loopback
 from async_rl.config.fields import tag_of
 from async_rl.config.schema import ArithmeticEnvironment, Config, FunctionEnvironment
 
@@ -21,14 +21,6 @@ class Switch(NamedTuple):
 
 OWN_RATIO = ("ppo", "truncated_is", "cispo", "icepop", "topr", "dppo")
 """Losses that take the ratio to the behavior policy themselves and multiply by no behavior weight."""
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address can be reached from this machine only."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _poses_its_own(config: Config) -> bool:
