@@ -13,16 +13,9 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from async_rl.frames import (
-    Frame,
-    ProtocolError,
-    decode_value,
-    encode_value,
-    value_from_frames,
-    value_to_frames,
-)
-
-__all__ = ["ProtocolError", "decode", "decode_value", "encode", "encode_value"]
+from async_rl.frames import Frame, ProtocolError, value_from_frames, value_to_frames
+from async_rl.frames import decode_value as decode_value
+from async_rl.frames import encode_value as encode_value
 
 PROTOCOL_VERSION = 1
 MAX_FRAMES = 4096
