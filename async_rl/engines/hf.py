@@ -139,6 +139,12 @@ class HfEngine(Engine):
             raise ValueError(
                 f"request {request.request_id!r} has an empty prompt; the model needs a token to start from"
             )
+        lowest, highest = int(request.prompt_ids.min()), int(request.prompt_ids.max())
+        if lowest < 0 or highest >= self._vocab_size:
+            raise ValueError(
+                f"request {request.request_id!r} has prompt tokens {lowest}..{highest}, the model knows "
+                f"0..{self._vocab_size - 1}; learner and generator must use the tokenizer of the same model.path"
+            )
         if limit is not None and length > limit:
             raise ValueError(
                 f"request {request.request_id!r} needs {length} prompt and completion tokens, the model holds {limit}; "
@@ -195,6 +201,7 @@ class HfEngine(Engine):
         ends = model.generation_config.eos_token_id
         self._end_ids = frozenset([ends] if isinstance(ends, int) else ends or ())
         self._max_length: int | None = getattr(model.config, "max_position_embeddings", None)
+        self._vocab_size: int = model.get_input_embeddings().num_embeddings
         self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self._receiver.expect(self._shapes)
 
