@@ -12,7 +12,6 @@ from async_rl.config import (
     ConfigError,
     build_config,
     check_config,
-    check_num_problems,
     load_config,
     run_ahead,
     warnings,
@@ -198,20 +197,6 @@ def test_the_behavior_weight_has_no_cap_under_a_loss_that_takes_the_ratio_itself
     assert "algorithm.correction.cap" in refusal("algorithm.correction.cap=2", "algorithm.loss.type=ppo")
     config("algorithm.correction.cap=2", "algorithm.loss.type=ppo", "algorithm.correction.mode=mask")
     config("algorithm.correction.cap=2")
-
-
-def test_too_few_problems_are_refused_with_what_would_do() -> None:
-    ten = config("run.steps=100")
-    check_num_problems(ten, 10)
-    with pytest.raises(ConfigError, match="no problem to train on"):
-        check_num_problems(ten, 0)
-    math = [*("environment.type=math", "data.path=d.jsonl"), "run.steps=100", "learner.batch_groups=16"]
-    with pytest.raises(ConfigError) as caught:
-        check_num_problems(config(*math, "data.epochs=1"), 10)
-    assert str(caught.value).endswith('data.epochs = 160 or data.epochs = "none"')
-    check_num_problems(config(*math, "data.epochs=160"), 10)
-    with pytest.raises(ConfigError, match=r"run\.steps = 18$"):
-        check_num_problems(config(*math, "data.epochs=30"), 10)
 
 
 @pytest.mark.parametrize(

@@ -170,24 +170,6 @@ def _check_data(config: Config) -> None:
         )
 
 
-def check_num_problems(config: Config, num_problems: int) -> None:
-    """Refuse a dataset that ends before the run does; `num_problems` counts training problems after all filters."""
-    data, needed = config.data, config.learner.batch_groups * config.run.steps
-    if num_problems < 1:
-        raise ConfigError(f"data.path = {data.path!r} holds no problem to train on")
-    if data.epochs is None or num_problems * data.epochs >= needed:
-        return
-    steps = num_problems * data.epochs // config.learner.batch_groups
-    ways = [f"data.epochs = {-(-needed // num_problems)}", 'data.epochs = "none"']
-    if steps:
-        ways.append(f"run.steps = {steps}")
-    raise ConfigError(
-        f"{num_problems} problems x data.epochs = {data.epochs} are fewer than the {needed} that "
-        f"run.steps = {config.run.steps} of learner.batch_groups = {config.learner.batch_groups} need; "
-        f"what works: {' or '.join(ways)}"
-    )
-
-
 def _check_effect(config: Config, ranks: Mapping[str, int]) -> None:
     """A setting without effect is a mistake, unless a later layer turned off what an earlier one had set up."""
     defaults = {setting.path: setting.default for setting in settings()}

@@ -70,6 +70,7 @@ class Lead:
         self.accuracies: list[tuple[int, float]] = []
         self._fresh_results: list[EvaluationResult] = []
         self._wait_s = 0.0
+        self._gather_s: float | None = None
         self._step_started = time.monotonic()
         self._closed = False
 
@@ -110,7 +111,9 @@ class Lead:
         """Copy a version into the send buffers and let the coordinator send it; returns once buffers are full."""
         deadline_s = self.config.weights.deadline_s * 2
         self.coordinator.wait_for_publication(deadline_s)
+        started = time.monotonic()
         manifest = self.publisher.fill(version, stream, deadline_s)
+        self._gather_s = time.monotonic() - started
         self.coordinator.publish(manifest, evaluate)
 
     def report(self, step: int, metrics: Metrics) -> None:
@@ -122,8 +125,13 @@ class Lead:
         metrics.last("policy_version", step)
         metrics.last("time/step_s", step_s)
         metrics.last("time/wait_for_batch_s", self._wait_s)
+        if self._gather_s is not None:
+            metrics.last("time/gather_s", self._gather_s)
+            self._gather_s = None
         metrics.mean("learner/wait_share", self._wait_s, step_s)
         metrics.mean("throughput/trained_tokens_per_s", metrics.resolve().get("loss/tokens", 0.0), step_s)
+        for reason, number in self.problems.dropped.items():
+            metrics.last(f"data/dropped_{reason}", number)
         metrics.merge(self.coordinator.collect(step_s))
         self._take_evaluations()
         self._write(step, metrics)
