@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from async_rl.config import Config, ConfigError, build_config, dump_config, dump_json, load_config
+from async_rl.config import Config, ConfigError, build_config, dump_config, dump_json, load_config, warnings
 from async_rl.config.schema import ArithmeticEnvironment, DecoupledPpoLoss, MathEnvironment, PpoLoss, RlooAdvantage
 
 MINIMAL = """
@@ -188,3 +188,11 @@ def test_a_list_of_tables_is_checked_too(minimal: Path) -> None:
     assert config.algorithm.correction.rejections[0].high == 0.5
     message = refusal(minimal, "algorithm.correction.rejections=[{high = 0.5, hihg = 1}]")
     assert "algorithm.correction.rejections[0]" in message and "hihg" in message
+
+
+PRESETS = sorted((Path(__file__).parents[1] / "configs").rglob("*.toml"))
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.name)
+def test_every_preset_loads(preset: Path) -> None:
+    assert warnings(load_config(preset)) == []
