@@ -88,8 +88,8 @@ class LeaseBook:
         return tuple(self._owners)
 
     def held(self, owner: str) -> tuple[LeaseKey, ...]:
-        """The leases of `owner`, oldest first."""
-        return tuple(self._owners.get(owner, ()))
+        """The leases of `owner`, oldest ticket first."""
+        return tuple(sorted(self._owners.get(owner, ())))
 
     def get(self, place: Place) -> OpenMember | None:
         """The open member at a place; None once it is settled."""
