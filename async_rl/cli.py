@@ -150,10 +150,18 @@ def _load(path: str, overrides: list[str], role: str, warn: bool = True) -> Conf
     return config
 
 
+class _Screen(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to what sys.stderr is now: while the live panel is shown, a proxy that prints above it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 def _start_logging(log_file: Path) -> None:
     log_file.parent.mkdir(parents=True, exist_ok=True)
     Session.log_file = log_file
-    screen = logging.StreamHandler()
+    screen = _Screen()
     screen.setLevel(logging.DEBUG if Session.verbose else logging.WARNING)
     screen.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
     to_file = logging.FileHandler(log_file, encoding="utf-8")

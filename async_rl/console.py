@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
 from rich.console import Console as RichConsole
@@ -32,13 +32,14 @@ HISTORY = 40
 class Console:
     """Shows the last values of a run. Thread-safe; `off` shows messages of failures only through logging."""
 
-    def __init__(self, config: Config, file: TextIO | None = None) -> None:
+    def __init__(self, config: Config, file: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._config = config
         self._rich = RichConsole(file=file or sys.stdout, highlight=False)
         mode = config.metrics.console
         self._mode = ("live" if self._rich.is_terminal else "plain") if mode == "auto" else mode
         self._lock = threading.Lock()
-        self._started = time.monotonic()
+        self._clock = clock
+        self._started = clock()
         self._shown_step = 0
         self._ends: deque[float] = deque([self._started], maxlen=ETA_STEPS + 1)
         self._trends: dict[str, deque[float]] = {key: deque(maxlen=HISTORY) for key in TRENDS}
@@ -79,7 +80,7 @@ class Console:
 
     def _note(self, step: int, values: Mapping[str, float]) -> None:
         self._shown_step = step
-        self._ends.append(time.monotonic())
+        self._ends.append(self._clock())
         for key, trend in self._trends.items():
             if key in values and not (key == "eval/accuracy" and trend and trend[-1] == values[key]):
                 trend.append(values[key])
@@ -125,7 +126,7 @@ class Console:
         row.add_column(no_wrap=True)
         row.add_column(ratio=1)
         row.add_column(no_wrap=True)
-        elapsed = time.monotonic() - self._started
+        elapsed = self._clock() - self._started
         row.add_row(
             f"step {step}/{steps}",
             ProgressBar(total=steps, completed=step),

@@ -107,6 +107,7 @@ def test_unknown_key_of_a_file_names_the_file(tmp_path: Path) -> None:
         ("environment.kinds=sum,cube", ("environment.kinds[1] = 'cube'", "product")),
         ("environment.type=arithmatic", ("environment.type = 'arithmatic'", "did you mean arithmetic?")),
         ("learner=3", ("learner is a section",)),
+        ("algorithm.loss=ppo", ("did you mean algorithm.loss.type = 'ppo'?",)),
         ("learner.lr", ("section.key=value",)),
         ("run.save_model=yes", ("run.save_model = 'yes'", "bool")),
     ],

@@ -90,6 +90,20 @@ def test_the_coordinators_wait_is_said_while_nothing_moves(
     assert ("generation is the bottleneck" in shown(file)) is not says_wait
 
 
+def test_the_time_left_is_that_of_steps_without_the_start() -> None:
+    times = [0.0]
+    file = Terminal()
+    base = {"model": {"path": "m"}, "environment": {"type": "arithmetic"}}
+    view = Console(build_config(base, ["metrics.console=live", "run.steps=10"]), file, clock=lambda: times[-1])
+    # The first step comes after a start of 100 s, the next two take 30 s each: 7 x 30 s are left.
+    for step, now in ((1, 100.0), (2, 130.0), (3, 160.0)):
+        times.append(now)
+        view.update(step, VALUES, {})
+    view.close()
+    assert "step 3/10" in shown(file)
+    assert "2:40 elapsed, 3:30 left" in shown(file)
+
+
 def test_off_prints_nothing() -> None:
     file = Terminal()
     view = console(file, "off")

@@ -49,8 +49,9 @@ class Layers:
 
     def _merge_section(self, target: dict[str, Any], field: inspect.Field, values: Any, path: str) -> None:
         if not isinstance(values, Mapping):
+            hint = f"; did you mean {path}.type = {values!r}?" if values in tags(field.type) else ""
             raise ConfigError(
-                f"{self._source}: {path} is a section with keys of its own, not the single value {values!r}"
+                f"{self._source}: {path} is a section with keys of its own, not one value {values!r}{hint}"
             )
         section = target.setdefault(field.encode_name, {})
         if tags(field.type):

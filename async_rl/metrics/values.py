@@ -53,7 +53,8 @@ class Metrics:
 
     def histogram(self, key: str, values: Iterable[float]) -> None:
         """Count values; exact, so meant for few distinct ones (staleness) or few in all (lengths of a batch)."""
-        distinct, counts = np.unique(np.fromiter(values, dtype=np.float64), return_counts=True)
+        array = values if isinstance(values, np.ndarray) else np.fromiter(values, dtype=np.float64)
+        distinct, counts = np.unique(array.astype(np.float64), return_counts=True)
         self._add(key, _Value("histogram", values=distinct.tolist(), counts=counts.tolist()))
 
     def merge(self, other: Metrics) -> None:
