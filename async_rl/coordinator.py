@@ -620,6 +620,8 @@ class Coordinator:
         metrics.last("ledger/dropped", sum(counts.dropped.values()))
         for reason, number in counts.dropped.items():
             metrics.last(f"ledger/dropped_{reason}", number)
+        for event, number in self.ledger.events.items():
+            metrics.last(f"ledger/event_{event}", number)
         metrics.last("buffer/groups", counts.buffered)
         for reason, number in self.server.refused.items():
             metrics.last(f"transport/refused_{reason}", number)
