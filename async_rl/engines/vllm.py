@@ -8,7 +8,6 @@ An update, from outside to inside:
 from __future__ import annotations
 
 import asyncio
-import gc
 import shutil
 import time
 from collections.abc import AsyncIterator
@@ -76,9 +75,10 @@ class VllmEngine(Engine):
         try:
             self._llm = await asyncio.to_thread(self._build)
         except Exception as error:  # anything that keeps vLLM from starting, with its own words
+            limit = "generator.engine.max_model_len, else data.max_prompt_tokens + sampling.max_completion_tokens"
             raise EngineError(
                 f"vLLM did not start with model {str(self.model)!r} and {self.max_model_len} tokens a request "
-                f"(generator.engine.max_model_len, else data.max_prompt_tokens + sampling.max_completion_tokens): {error}"
+                f"({limit}): {error}"
             ) from error
         self._watch = vllm_process.ProcessWatch([p.pid for p in self._processes()])
         await self._set_label(0)
@@ -265,10 +265,9 @@ class VllmEngine(Engine):
         if llm.output_handler is not None:
             llm.output_handler.cancel()  # else it logs the end of its process as an error
         assert self._watch is not None
-        await asyncio.gather(asyncio.to_thread(llm.shutdown, CLOSE_S), asyncio.to_thread(self._watch.kill_workers))
-        await asyncio.to_thread(self._watch.kill_all)
-        del llm
-        gc.collect()  # an AsyncLLM collected at interpreter exit prints a traceback
+        await asyncio.to_thread(llm.shutdown, CLOSE_S)
+        await asyncio.to_thread(self._watch.kill)
+        llm.shutdown = lambda: None  # its destructor calls it once more, at interpreter exit too late for its imports
 
 
 def _parameters(sampling: SamplingParams) -> Any:
