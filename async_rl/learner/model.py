@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import shutil
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
@@ -69,13 +70,20 @@ class Policy:
 
     def parameters(self) -> list[nn.Parameter]:
         """Trainable parameters, float32, sharded where there are several ranks; tied ones once."""
+        self._reshard()
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def _reshard(self) -> None:
+        """After a forward without backward the root's parameters are still gathered, and in the type of compute."""
+        if isinstance(self.scorer, FSDPModule):
+            self.scorer.reshard()
 
     def full_parameters(self, wire_dtype: str) -> Iterator[tuple[str, Tensor]]:
         """Yield (name as in the checkpoint, whole tensor), tied ones once, in a fixed order. Collective.
 
         A tensor may be the parameter itself: copy what must outlive the next update.
         """
+        self._reshard()
         for name, parameter in self.model.named_parameters():
             tensor = parameter.detach().to(DTYPES[wire_dtype])
             yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -93,6 +101,10 @@ class Policy:
             if file.is_file() and not any(file.match(pattern) for pattern in WEIGHT_FILES):
                 shutil.copyfile(file, directory / file.name)
         self.model.save_pretrained(directory, state_dict=weights)
+        # save_pretrained writes the type of the parameters in memory, which is always float32.
+        settings = copy.deepcopy(self.model.config)
+        settings.dtype = DTYPES[self.dtype]
+        settings.save_pretrained(directory)
 
 
 def load_policy(config: ModelConfig, learner: LearnerConfig, ctx: RankContext) -> Policy:

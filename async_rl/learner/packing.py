@@ -78,8 +78,8 @@ def _spread(units: Sequence[Unit], num_bins: int) -> list[list[Unit]]:
 def plan_padded(units: Sequence[Unit], budget: int, world: int) -> Plan:
     """Rows of similar length together, rows x longest row <= budget, dealt to the ranks; at least one micro-batch."""
     ordered = sorted(units, key=lambda unit: (-unit.tokens, unit.sequences))
-    even_share = -(-sum(unit.tokens for unit in ordered) // world)
-    limit = min(budget, max(even_share, 1))
+    widest = ordered[0].tokens if ordered else 0
+    limit = min(budget, widest * -(-len(ordered) // world))
     rows: list[list[Unit]] = []
     for unit in ordered:
         if not rows or (len(rows[-1]) + 1) * rows[-1][0].tokens > limit:

@@ -154,9 +154,9 @@ def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
     """Poll until all have ended; the training itself bounds its waits, so this one has no deadline of its own."""
     first: tuple[int, int] | None = None
     deadline = float("inf")
-    while any(child.poll() is None for child in children):
+    while None in (codes := [child.poll() for child in children]):
         time.sleep(0.05)
-        failed = [(rank, child.returncode) for rank, child in enumerate(children) if child.returncode]
+        failed = [(rank, code) for rank, code in enumerate(codes) if code]
         if failed and first is None:
             first = failed[0]
             deadline = time.monotonic() + GRACE_S
@@ -164,8 +164,7 @@ def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
             _signal(children, signal.SIGTERM)
         if time.monotonic() > deadline:
             _signal(children, signal.SIGKILL)
-    codes = [child.returncode for child in children if child.returncode]
-    code = first[1] if first is not None else next(iter(codes), 0)
+    code = first[1] if first is not None else next((code for code in codes if code), 0)
     return code if code >= 0 else 128 - code
 
 
