@@ -1,7 +1,7 @@
 """A small world around a ledger: generators that lag, die, fail and repeat themselves, a learner, a dataset.
 
-Each operation draws what it needs from `rng`, so a history is a seed (or a hypothesis source). The world checks what the
-ledger promises from the outside, with numbers of its own: `Ledger.check` is called besides.
+Each operation draws what it needs from `rng`, so a history is a seed (or a hypothesis source). The world checks what
+the ledger promises from the outside, with numbers of its own: `Ledger.check` is called besides.
 """
 
 from __future__ import annotations

@@ -423,7 +423,7 @@ def test_restored_leases_belong_to_their_owners() -> None:
 
 def test_restore_refuses_settings_that_the_bound_depends_on() -> None:
     data = make_ledger(batch_groups=2).state()
-    with pytest.raises(ValueError, match="batch_groups = 3.*issued under batch_groups = 2"):
+    with pytest.raises(ValueError, match=r"batch_groups = 3.*issued under batch_groups = 2"):
         make_ledger(batch_groups=3).restore(data)
     make_ledger(batch_groups=2, max_attempts=9, total_steps=5).restore(data)
 

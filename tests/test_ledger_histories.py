@@ -1,4 +1,4 @@
-"""Random histories: joins, deaths, lags, failures, late and repeated results, drops, restarts; then the run must end."""
+"""Random histories: joins, deaths, lags, failures, late or repeated results, drops, restarts; then the run must end."""
 
 from __future__ import annotations
 

@@ -98,12 +98,12 @@ class Publications:
 
     def tick(self, now: float) -> list[Action]:
         """Time passes."""
-        actions = self.round.tick(now) if self.round else []
+        actions = self._handle(self.round.tick(now) if self.round else [], now)
         for name in [name for name, load in self._loads.items() if now >= load.deadline]:
-            version = self._loads.pop(name).version
-            patience = self._settings.patience_s
-            actions.append(Evict(name, f"did not load the snapshot of version {version} within {patience:g} s"))
-        return self._handle(actions, now)
+            version, patience = self._loads.pop(name).version, self._settings.patience_s
+            evict = Evict(name, f"did not load the snapshot of version {version} within {patience:g} s")
+            actions += self._handle([evict], now)
+        return actions
 
     def describe(self, now: float) -> str:
         """One sentence: what is waited for."""
