@@ -184,6 +184,18 @@ def test_a_member_that_cannot_load_is_evicted() -> None:
     assert isinstance(done, Done) and done.report.loaded == ()
 
 
+def test_answers_of_an_earlier_epoch_do_not_count() -> None:
+    round_, _, _ = begin("a", "b")
+    round_.member_gone("b", "died", 1.0)
+    round_.epoch_joined("a", 1, "b is missing", 1.0)
+    assert isinstance(round_.sender_joined(1, "b is missing", 1.0)[0], JoinGroup)
+    assert round_.sender_joined(1, None, 2.0) == round_.epoch_joined("a", 1, None, 2.0) == []
+    assert round_.sender_joined(2, None, 3.0) == []
+    assert round_.epoch_joined("a", 2, None, 3.0) == [SendWeights(2, 7, ("a",), 10.0)]
+    assert round_.received("a", 1, SUM, None, 4.0) == []
+    assert "a, the learner's sender" in round_.describe(4.0)
+
+
 def test_a_member_that_leaves_while_joining_breaks_the_group() -> None:
     round_, _, epochs = begin("a", "b")
     round_.sender_joined(1, None, 1.0)

@@ -48,8 +48,6 @@ class _Stage:
     began: float
     waiting: set[str]
     sender_waits: bool = True
-    vanished: bool = False
-    """Somebody left the group: errors of the others are its consequence and use up no retry."""
     errors: dict[str, str] = field(default_factory=dict)
     sender_error: str | None = None
 
@@ -221,18 +219,21 @@ class Publication:
         return actions
 
     def _end_stage(self, stage: _Stage, now: float) -> None:
-        """Everyone in the stage has answered or is out."""
+        """Everyone in the stage has answered or is out.
+
+        If a member left the group, errors of the others are the consequence and use up no retry.
+        """
         self._stage, self._transferred = None, now
         self._seconds[stage.kind] += now - stage.began
         self._sender_error = stage.sender_error or self._sender_error
-        stage.vanished |= self._epochs.current is not stage.plan
-        failed = stage.vanished or bool(stage.errors) or stage.sender_error is not None
+        vanished = self._epochs.current is not stage.plan
+        failed = vanished or bool(stage.errors) or stage.sender_error is not None
         if not failed and stage.kind == "join":
             return self._transfer(stage.plan, now)
         if failed:
             self._epochs.broken()
-            if not stage.vanished:
-                self._count_failures(stage)
+        if failed and not vanished:
+            self._count_failures(stage)
         self._try(now)
 
     def _count_failures(self, stage: _Stage) -> None:
@@ -249,7 +250,6 @@ class Publication:
         self._epochs.lost(name)
         if self._stage is not None:
             self._stage.waiting.discard(name)
-            self._stage.vanished |= name in self._stage.plan.ranks
 
     def _evict(self, name: str, reason: str, alarm: bool = False) -> None:
         self._remove(name)
