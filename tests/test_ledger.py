@@ -357,6 +357,32 @@ def test_window_by_hand() -> None:
     assert trajectory_staleness(3, batch[0].members[0].versions) == 2
 
 
+def test_example_of_the_documentation() -> None:
+    """The table of docs/staleness.md, row by row."""
+    ledger = make_ledger(group_size=1, max_staleness=2, overdue="wait", reorder_window=3)
+    straggler, batches = None, []
+    for version, issued, batch in ((0, [0, 1, 2, 3], [0, 1]), (1, [4, 5], [2, 4]), (2, [6, 7], None)):
+        leases = ledger.lease("a", version, 100, 0.0)
+        assert [lease.ticket for lease in leases] == issued
+        straggler = leases[3] if version == 0 else straggler
+        for lease in leases:
+            if lease is not straggler:
+                finish(ledger, lease, version=version)
+        batches.append(ledger.take_batch(0.0))
+        assert (batch is None) == (batches[-1] is None)
+        if batches[-1] is not None:
+            assert [group.ticket for group in batches[-1]] == batch
+            ledger.trained(batches[-1])
+    assert straggler is not None and straggler.ticket == 3
+    finish(ledger, straggler)
+    batches[2] = ledger.take_batch(0.0)
+    ages = [
+        [trajectory_staleness(step, group.members[0].versions) for group in batch or ()]
+        for step, batch in enumerate(batches, start=1)
+    ]
+    assert ages == [[0, 0], [1, 0], [2, 1]]
+
+
 def test_no_more_tickets_than_the_steps_of_the_run_consume() -> None:
     ledger = make_ledger(group_size=1, max_staleness=5, total_steps=2)
     assert [lease.ticket for lease in ledger.lease("a", 0, 100, 0.0)] == [0, 1, 2, 3]
