@@ -68,6 +68,8 @@ class Lead:
         self.sinks = open_sinks(config, self.run_dir)
         self.last_values: dict[str, float] = {}
         self.accuracies: list[tuple[int, float]] = []
+        self.evaluated = -1
+        """Newest version with a finished evaluation."""
         self._fresh_results: list[EvaluationResult] = []
         self._wait_s = 0.0
         self._gather_s: float | None = None
@@ -99,9 +101,22 @@ class Lead:
                     self.coordinator.withdraw(wanted)
                     return None
             self._take_evaluations()
-            return None if stop() or self._reached() else wanted.result()
+            return None if stop() or self._reached() else self._whole_batch(step, wanted.result())
         finally:
             self._wait_s = time.monotonic() - started
+
+    def _whole_batch(
+        self, step: int, groups: tuple[TrajectoryGroup, ...] | None
+    ) -> tuple[TrajectoryGroup, ...] | None:
+        """The batch; at the end of the data a message, or an error when not even one batch came of it."""
+        if groups is None:
+            dropped = self.coordinator.status()["ledger"]["dropped"]
+            why = ", ".join(f"{number} {reason}" for reason, number in dropped.items()) or "none"
+            text = f"the data ended after {step - 1} of {self.config.run.steps} steps; problems dropped: {why}"
+            if step == 1:
+                raise RuntimeError(f"{text}. Nothing was trained: see the first errors above")
+            self.console.message(text)
+        return groups
 
     def trained(self) -> None:
         """The batch in flight made the next version."""
@@ -151,6 +166,7 @@ class Lead:
     def _take_evaluations(self) -> None:
         for result in self.coordinator.take_evaluations():
             self._fresh_results.append(result)
+            self.evaluated = result.version
             write_samples(self.run_dir / "evaluations", result)
             if result.accuracy is None:
                 self.console.message(f"version {result.version}: evaluation found nothing ({result.failed} failed)")
@@ -173,7 +189,7 @@ class Lead:
         self.coordinator.wait_for_publication(self.config.weights.deadline_s * 2)
         if evaluate:
             self._await_evaluations()
-            if all(version < step for version, _ in self.accuracies):
+            if self.evaluated < step:
                 self.coordinator.evaluate(step)
                 self._await_evaluations()
         if self._fresh_results:
