@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from async_rl.config import Config
+from async_rl.config.threads import learner_threads
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +58,7 @@ def init_ranks(config: Config) -> RankContext:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
     device = _device(config.learner.device, int(os.environ.get("LOCAL_RANK", "0")))
-    if config.learner.threads is not None:
-        torch.set_num_threads(config.learner.threads)
+    torch.set_num_threads(learner_threads(config))
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         timeout = timedelta(seconds=config.run.stall_timeout_s + MARGIN_S)
