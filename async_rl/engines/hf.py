@@ -239,6 +239,7 @@ class HfEngine(Engine):
         parameters = dict(self._model.named_parameters())
         for name, tensor in weights.tensors():
             parameters[name].copy_(tensor)
+        self._receiver.recycle(weights)
         if self.running_requests != "keep":
             batch.forget()
         self.policy_version, self._job = weights.manifest.version, None

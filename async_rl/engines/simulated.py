@@ -37,12 +37,10 @@ class _Running:
 
     def switch(self, first_token: int, version: int) -> None:
         """Tokens from `first_token` on are sampled by `version`."""
-        if self.switches[-1][0] == first_token:
-            self.switches.pop()
         self.switches.append((first_token, version))
 
     def spans(self) -> tuple[VersionSpan, ...]:
-        """Exact spans; a switch after the last token has none."""
+        """Exact spans; a version that sampled no token has none."""
         starts = [first for first, _ in self.switches]
         ends = [*starts[1:], self.length]
         return tuple(

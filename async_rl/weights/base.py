@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 import torch
 import xxhash
 
@@ -96,6 +97,16 @@ class Checksum:
         return self._hash.hexdigest()
 
 
+def empty_bytes(size: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Fresh uint8 [size].
+
+    Host memory comes from numpy, which asks for huge pages: touching them costs a quarter of touching small ones.
+    """
+    if torch.device(device).type == "cpu":
+        return torch.from_numpy(np.empty(size, dtype=np.uint8))
+    return torch.empty(size, dtype=torch.uint8, device=device)
+
+
 class BucketLayout:
     """Where each tensor lies: in order, in buckets of at most `bucket_bytes`; a larger tensor has its own bucket."""
 
@@ -126,7 +137,7 @@ class BucketLayout:
 
     def allocate(self, device: torch.device | str = "cpu") -> list[torch.Tensor]:
         """Fresh uint8 buckets."""
-        return [torch.empty(size, dtype=torch.uint8, device=device) for size in self.sizes]
+        return [empty_bytes(size, device) for size in self.sizes]
 
 
 def tensor_view(bucket: torch.Tensor, start: int, info: TensorInfo) -> torch.Tensor:
@@ -217,9 +228,9 @@ class SendBuffers:
         self._tensors.append(info)
         size = max(num_bytes, self.bucket_bytes)
         if bucket == len(self._storage):
-            self._storage.append(torch.empty(size, dtype=torch.uint8, device=self.device))
+            self._storage.append(empty_bytes(size, self.device))
         elif self._storage[bucket].numel() < size:
-            self._storage[bucket] = torch.empty(size, dtype=torch.uint8, device=self.device)
+            self._storage[bucket] = empty_bytes(size, self.device)
 
     def _view(self, index: int) -> torch.Tensor:
         bucket, start = self._layout.places[index]

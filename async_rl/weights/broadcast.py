@@ -125,6 +125,7 @@ class Receiver:
         self._address: tuple[str, int] | None = None
         self._group: Group | None = None
         self._shapes: dict[str, tuple[int, ...]] | None = None
+        self._spare: list[torch.Tensor] = []
 
     @property
     def epoch(self) -> int | None:
@@ -158,7 +159,7 @@ class Receiver:
         self._group = group
 
     def receive(self, manifest: Manifest, deadline_s: float) -> ReceivedWeights:
-        """Receive one publication into fresh buckets and verify its checksum.
+        """Receive one publication into memory of its own and verify its checksum.
 
         Raises WeightsError; the sender is told why, and the group is left.
         """
@@ -178,7 +179,7 @@ class Receiver:
     def _receive(self, group: Group, manifest: Manifest, deadline: Deadline) -> ReceivedWeights:
         check_manifest(manifest, self._shapes)
         layout = BucketLayout.of(manifest.tensors, manifest.bucket_bytes)
-        received = ReceivedWeights(manifest, layout.allocate(self.device), manifest.checksum)
+        received = ReceivedWeights(manifest, self._take_buckets(layout), manifest.checksum)
         tensors_in = Counter(bucket for bucket, _ in layout.places)
         views, checksum = received.tensors(), Checksum()
         where = _namer("receiving", group, manifest, len(layout.sizes))
@@ -191,6 +192,20 @@ class Receiver:
                 f"{manifest.version}: checksum {checksum.hexdigest()}, announced {manifest.checksum}"
             )
         return received
+
+    def recycle(self, weights: ReceivedWeights) -> None:
+        """Let the next `receive` fill the memory of weights that nobody reads any more.
+
+        Memory that was in use is filled at the speed of the wire; the first touch of fresh memory can take longer
+        than the broadcast.
+        """
+        self._spare = weights.buckets
+
+    def _take_buckets(self, layout: BucketLayout) -> list[torch.Tensor]:
+        """Recycled buckets if they fit, else fresh ones; not offered twice, as a broken transfer may write late."""
+        spare, self._spare = self._spare, []
+        fits = [(bucket.numel(), bucket.device) for bucket in spare] == [(size, self.device) for size in layout.sizes]
+        return spare if fits else layout.allocate(self.device)
 
     def _connect(self, info: EpochInfo, deadline: Deadline, where: str) -> TCPStore:
         """The learner's store; the connection is kept as long as its address stays and it answers."""
@@ -209,6 +224,7 @@ class Receiver:
         """Leave the group and the store; callable more than once."""
         self.leave()
         self._store = self._address = None
+        self._spare = []
 
 
 def _give_up(group: Group, error: WeightsError) -> WeightsError:

@@ -84,21 +84,31 @@ class Group:
     def _finish_oldest(self, deadline: Deadline, where: str) -> torch.Tensor:
         """Wait for the oldest bucket under way."""
         bucket, work = self._works[0]
-        news = Deadline(NEWS_S)
-        while not work.is_completed():
+        while not self._wait(work, min(NEWS_S, deadline.left()), where):
             if deadline.passed():
                 raise WeightsError(f"{where}: no progress within {deadline.seconds:g} s")
-            if news.passed():
-                self.raise_news(where)
-                news = Deadline(NEWS_S)
-            time.sleep(POLL_S)
-        try:
-            work.wait()
-        except RuntimeError as error:
-            self.raise_news(where)  # A reset connection is often the echo of what a rank has reported.
-            raise WeightsError(f"{where}: {_first_line(error)}") from error
+            self.raise_news(where)
         self._works.popleft()
         return bucket
+
+    def _wait(self, work: Work, seconds: float, where: str) -> bool:
+        """Whether an operation ended within `seconds`; raises WeightsError if it failed."""
+        until = Deadline(seconds)
+        try:
+            if self._backend == "gloo" and seconds > POLL_S:
+                work.wait(timedelta(seconds=seconds))
+                return True
+            while not work.is_completed():  # NCCL's wait only orders streams
+                if until.passed():
+                    return False
+                time.sleep(POLL_S)
+            work.wait()
+            return True
+        except RuntimeError as error:
+            if not work.is_completed():
+                return False
+            self.raise_news(where)  # A reset connection is often the echo of what a rank has reported.
+            raise WeightsError(f"{where}: {_first_line(error)}") from error
 
     def raise_news(self, where: str) -> None:
         """Raise what another rank has reported, if anything."""

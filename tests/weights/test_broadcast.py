@@ -99,6 +99,33 @@ def test_receiver_that_never_joins_is_named_and_the_other_is_released(sender: Se
         assert sender.epoch is None
 
 
+def test_recycled_memory_is_filled_again_and_only_then(sender: Sender) -> None:
+    receiver, addresses = Receiver(), []
+    joining = threading.Thread(target=receiver.join, args=(epoch_info(sender, 1, rank=1, size=2),))
+    joining.start()
+    sender.join(1, 2, 30.0)
+    joining.join(30.0)
+    for version in (1, 2, 3, 4):
+        buffers, manifest = filled(version) if version < 4 else filled(version, bucket_bytes=1 << 17)
+        sending = threading.Thread(target=sender.send, args=(buffers, manifest, 30.0))
+        sending.start()
+        received = receiver.receive(manifest, 30.0)
+        sending.join(30.0)
+        assert all(
+            torch.equal(sent, got) for (_, sent), (_, got) in zip(buffers.tensors(), received.tensors(), strict=True)
+        )
+        addresses.append((received, [bucket.data_ptr() for bucket in received.buckets]))
+        if version != 1:
+            receiver.recycle(received)
+    receiver.close()
+    (first, one), (_, two), (_, three), (_, four) = addresses
+    assert not set(one) & set(two), "kept weights were overwritten"
+    assert three == two
+    assert four != three, "another layout needs other buckets"
+    sent, _ = filled(1)
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(sent.tensors(), first.tensors(), strict=True))
+
+
 @pytest.mark.slow
 def test_disagreement_is_refused_before_any_byte_and_the_sender_learns_why(sender: Sender) -> None:
     with peers(1) as members:
