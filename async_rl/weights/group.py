@@ -176,6 +176,11 @@ def check_backend(backend: Backend, device: torch.device) -> None:
 
 def serve_store(host: str, port: int) -> TCPStore:
     """A store that listens on `host` only (left to itself it listens on every address)."""
+    if host in ("", "*", "0.0.0.0", "::"):
+        raise ValueError(
+            f"transport.host={host!r} is no address that generators can connect to for weights; "
+            "set it to this machine's address in their network"
+        )
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -206,6 +206,11 @@ def test_the_store_listens_on_its_own_address_only(sender: Sender) -> None:
         socket.create_connection(("127.0.0.2", sender.port), 5)
 
 
+def test_every_address_is_no_address_to_send_from() -> None:
+    with pytest.raises(ValueError, match=r"transport\.host='0\.0\.0\.0' is no address"):
+        Sender("0.0.0.0", "gloo")
+
+
 def test_backend_and_device_must_fit() -> None:
     with pytest.raises(ValueError, match="moves cuda memory, this end has cpu"):
         Sender("127.0.0.1", "nccl")
