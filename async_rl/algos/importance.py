@@ -35,8 +35,8 @@ def behavior_weight(
     """Return the weight pi_prox / mu [T], what stays in the loss (bool [T]), and sums for metrics.
 
     The weight is float32 without gradient, 0 where masked or rejected; what stays is a subset of `mask`. The sums
-    are 0-dim float32 tensors that add over micro-batches and ranks: counts `tokens` (valid), `kept`, `truncated`,
-    `rejected`, and over kept tokens `weight`, `weight_squared`.
+    are 0-dim tensors that add over micro-batches and ranks: int64 counts `tokens` (valid), `kept`, `truncated`,
+    `rejected`, and float32 `weight` and `weight_squared` over kept tokens.
     """
     where = (mask, sequence_index, num_sequences)
     weight, keep = torch.ones_like(mask, dtype=torch.float32), mask
@@ -54,10 +54,10 @@ def behavior_weight(
         keep = keep & passes_veto(config.veto, log_ratios, *where)
     weight = torch.where(keep, weight, 0.0)
     sums = {
-        "tokens": mask.sum().float(),
-        "kept": keep.sum().float(),
-        "truncated": (keep & truncated).sum().float(),
-        "rejected": (mask & ~keep).sum().float(),
+        "tokens": mask.sum(),
+        "kept": keep.sum(),
+        "truncated": (keep & truncated).sum(),
+        "rejected": (mask & ~keep).sum(),
         "weight": weight.sum(),
         "weight_squared": weight.square().sum(),
     }

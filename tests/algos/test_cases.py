@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -281,7 +281,7 @@ def test_gspo_reduction() -> None:
 
 
 @pytest.mark.parametrize("level", ["sequence", "geometric"])
-def test_sequence_underflow(level: str) -> None:
+def test_sequence_underflow(level: Literal["sequence", "geometric"]) -> None:
     case = CASES["sequence-underflow"]
     size, log_ratio = case["tokens"], math.log(case["ratio"])
     inputs = tokens([log_ratio] * size, [log_ratio] * size, [0.0] * size, [1.0] * size)
@@ -299,7 +299,7 @@ def test_sequence_underflow(level: str) -> None:
         assert math.isfinite(loss.item()) and torch.isfinite(weighted.logprobs.grad).all()
 
 
-def decoupled(behavior: float, mode: str) -> float:
+def decoupled(behavior: float, mode: Literal["truncate", "mask"]) -> float:
     """The loss of the `decoupled` cases for a probability of the behavior policy."""
     mu, prox, pi = ([math.log(probability)] for probability in (behavior, 0.3, 0.33))
     inputs = tokens(pi, prox, mu, [1.0])
@@ -315,7 +315,7 @@ def test_decoupled() -> None:
 
 
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
-def test_decoupled_above_the_cap(mode: str) -> None:
+def test_decoupled_above_the_cap(mode: Literal["truncate", "mask"]) -> None:
     assert decoupled(0.05, mode) == pytest.approx(CASES["decoupled-cap"]["expected"][mode], rel=1e-6)
 
 
@@ -337,13 +337,13 @@ def random_inputs(case: dict[str, Any], cap: float) -> tuple[LossInputs, torch.T
     flat = [token for sequence in case["sequences"] for token in sequence["tokens"]]
     lengths = [len(sequence["tokens"]) for sequence in case["sequences"]]
     advantages = [sequence["advantage"] for sequence in case["sequences"] for _ in sequence["tokens"]]
-    columns = [[token[name] for token in flat] for name in ("logprob", "proximal", "behavior")]
-    inputs = tokens(*columns, advantages, [token["mask"] for token in flat], lengths)
+    pi, prox, mu = ([token[name] for token in flat] for name in ("logprob", "proximal", "behavior"))
+    inputs = tokens(pi, prox, mu, advantages, [token["mask"] for token in flat], lengths)
     where = (inputs.mask, inputs.sequence_index, inputs.num_sequences)
     config = CorrectionConfig(cap=cap)
     weight, _, _ = behavior_weight(config, inputs.proximal_logprobs, inputs.behavior_logprobs, *where)
     reference = torch.tensor([token["reference"] for token in flat])
-    return tokens(*columns, advantages, inputs.mask, lengths, weight), reference
+    return tokens(pi, prox, mu, advantages, inputs.mask, lengths, weight), reference
 
 
 @pytest.mark.parametrize("name", RANDOM)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import pytest
 import torch
@@ -48,6 +49,12 @@ def literal(config: CorrectionConfig, batch: Packed) -> tuple[torch.Tensor, torc
     return weight, keep
 
 
+BOUNDS: tuple[tuple[Literal["k1", "k2", "k3"], float | None, float | None], ...] = (
+    ("k1", -0.3, 0.25),
+    ("k1", -0.3, None),
+    ("k2", None, 0.3),
+    ("k3", 0.01, 0.4),
+)
 CONFIGS = [
     *(
         CorrectionConfig(level=level, mode=mode, cap=1.28, floor=0.5 if mode == "mask" else 0.0)
@@ -57,7 +64,7 @@ CONFIGS = [
     *(
         CorrectionConfig(rejections=(Rejection(estimator=estimator, level=level, low=low, high=high),))
         for level in ("token", "sequence_mean", "sequence_sum", "sequence_max")
-        for estimator, low, high in (("k1", -0.3, 0.25), ("k1", -0.3, None), ("k2", None, 0.3), ("k3", 0.01, 0.4))
+        for estimator, low, high in BOUNDS
     ),
     CorrectionConfig(level="none", veto=0.3),
     CorrectionConfig(
@@ -96,6 +103,13 @@ def test_weights_agree_with_the_reference(config: CorrectionConfig) -> None:
     assert (totals["rejected"] > 20) == rejects
     assert (totals["truncated"] > 20) or not truncates
     assert totals["kept"] > 20
+
+
+def test_a_ratio_at_the_cap_is_not_truncated() -> None:
+    zeros, where = torch.zeros(2), (torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.int64), 1)
+    for cap, truncated in ((1.0, 0), (0.999, 2)):
+        _, _, sums = behavior_weight(CorrectionConfig(cap=cap), zeros, zeros, *where)
+        assert int(sums["truncated"]) == truncated
 
 
 def test_a_rejection_needs_a_bound() -> None:

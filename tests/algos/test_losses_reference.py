@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 import torch
@@ -147,7 +148,9 @@ def test_gspo(scale: float) -> None:
 @pytest.mark.parametrize(
     ("level", "ratio"), [("sequence", reference.product_ratio), ("geometric", reference.geometric_mean_ratio)]
 )
-def test_topr_of_sequences(level: str, ratio: Callable[[list[float], list[float]], float]) -> None:
+def test_topr_of_sequences(
+    level: Literal["sequence", "geometric"], ratio: Callable[[list[float], list[float]], float]
+) -> None:
     config = ToprLoss(level=level, cap=0.9)
     truncated = []
     for seed in range(20):
