@@ -48,6 +48,7 @@ class SlotClock:
     clock: Callable[[], float]
     started: float = field(init=False)
     busy: int = 0
+    """Requests that the engine has; those beyond the slots wait inside it."""
     busy_slot_s: float = 0.0
     _last: float = field(init=False)
 
@@ -55,9 +56,9 @@ class SlotClock:
         self.started = self._last = self.clock()
 
     def change(self, delta: int) -> None:
-        """The number of busy slots changes by `delta` now."""
+        """The engine has `delta` more requests from now on."""
         now = self.clock()
-        self.busy_slot_s += self.busy * (now - self._last)
+        self.busy_slot_s += min(self.busy, self.slots) * (now - self._last)
         self._last = now
         self.busy += delta
 
@@ -162,6 +163,7 @@ class Generator:
                 run_id=self.run_id,
                 policy_version=self.engine.policy_version if self.run_id else None,
                 slots=self.config.generator.slots,
+                prefetch=self._prefetch(),
                 receivers=self.engine.receivers,
                 engine=str(self.config.generator.engine.__struct_config__.tag),
                 host=socket.gethostname(),
@@ -169,6 +171,11 @@ class Generator:
                 holding=self._holding(),
             )
         )
+
+    def _prefetch(self) -> int:
+        """Leases beyond the slots: the engine has the next request at hand when one ends."""
+        given = self.config.generator.prefetch
+        return max(1, self.config.generator.slots // 4) if given is None else given
 
     def _holding(self) -> tuple[p.LeaseKey, ...]:
         return (*self.work, *self.unacknowledged)
@@ -284,14 +291,12 @@ class Generator:
         key = p.LeaseKey(kind=lease.kind, ticket=lease.ticket, member=lease.member, attempt=lease.attempt)
         if key in self.work or key in self.unacknowledged or self.leaving:
             return
-        self.slot_clock.change(+1)
         task = asyncio.create_task(self._work(key, lease))
         self.work[key] = task
         task.add_done_callback(lambda t: self._ended(key, t))
 
     def _ended(self, key: p.LeaseKey, task: asyncio.Task[None]) -> None:
         self.work.pop(key, None)
-        self.slot_clock.change(-1)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
 
@@ -308,9 +313,12 @@ class Generator:
     async def _rollout(self, key: p.LeaseKey, lease: p.Lease) -> p.Trajectory:
         started = self.clock()
         request_id = f"{key.kind}-{key.ticket}-{key.member}-{key.attempt}"
-        sample = await self.engine.sample(
-            SampleRequest(request_id=request_id, prompt_ids=lease.problem.prompt_ids, sampling=lease.sampling)
-        )
+        request = SampleRequest(request_id=request_id, prompt_ids=lease.problem.prompt_ids, sampling=lease.sampling)
+        self.slot_clock.change(+1)
+        try:
+            sample = await self.engine.sample(request)
+        finally:
+            self.slot_clock.change(-1)
         sampled = self.clock()
         self.counts["generated_tokens"] += len(sample.completion_ids)
         text = completion_text(self.tokenizer, sample.completion_ids)

@@ -30,11 +30,11 @@ class Leasing:
         self.stop_ids = stop_ids
 
     def free(self, member: Member) -> int:
-        """Slots of a member without a lease."""
+        """Leases that a member takes now."""
         if not member.accepting:
             return 0
         held = self.ledger.outstanding(member.name) + self.evaluations.outstanding(member.name)
-        return max(0, member.slots - held)
+        return max(0, member.slots + member.prefetch - held)
 
     def hand_out(self, members: Sequence[Member], now: float) -> Iterator[tuple[Member, list[p.Lease]]]:
         """(member, leases) until slots or work are used up."""

@@ -41,6 +41,8 @@ class Member:
     version: int | None = None
     """Version loaded; None until the first load in this run."""
     accepting: bool = True
+    prefetch: int = 0
+    """Leases that it takes beyond its slots."""
     stats: GeneratorStats = field(default_factory=GeneratorStats)
     gone_reason: str | None = None
 
@@ -157,7 +159,7 @@ class Membership:
             return f"the name {hello.name!r} was taken over by a newer process; give each generator its own --name"
         before = self._members.get(hello.name)
         if before is not None and before.incarnation == hello.incarnation:
-            before.last_seen, before.slots = now, hello.slots
+            before.last_seen, before.slots, before.prefetch = now, hello.slots, hello.prefetch
             return Joined(before, replaced=None, reconnected=True)
         self._remember(hello.name, hello.incarnation)
         if before is not None:
@@ -166,6 +168,7 @@ class Membership:
             name=hello.name,
             incarnation=hello.incarnation,
             slots=hello.slots,
+            prefetch=hello.prefetch,
             receivers=hello.receivers,
             engine=hello.engine,
             host=hello.host,

@@ -166,11 +166,14 @@ class Hello(Message, frozen=True):
     policy_version: int | None
     """Version loaded in the engine; None: nothing of this run."""
     slots: int
+    """Members that the engine works on at once."""
     receivers: int
     """Ranks that this member takes in a broadcast group; 0: it loads no weights (simulated)."""
     engine: str
     host: str
     pid: int
+    prefetch: int = 0
+    """Leases that it takes beyond its slots, so that no slot waits for the network."""
     holding: tuple[LeaseKey, ...] = ()
     """Leases of `run_id` that the generator still works on or has finished and not seen acknowledged."""
 

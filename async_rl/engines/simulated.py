@@ -7,11 +7,12 @@ load; where a request is on it says exactly which tokens exist at an update, so 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -59,12 +60,16 @@ class SimulatedEngine(Engine):
         self,
         config: schema.SimulatedEngine,
         *,
+        slots: int | None = None,
         running_requests: Literal["recompute", "keep", "finish"] = "recompute",
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self.config, self.running_requests = config, running_requests
         self._clock, self._sleep = clock, sleep
+        # Requests beyond the slots wait, as they do in a real engine.
+        free = asyncio.Semaphore(slots) if slots else contextlib.nullcontext()
+        self._slots: contextlib.AbstractAsyncContextManager[Any] = free
         self._running: set[_Running] = set()
         self._closed = False
         self._stood_still_s = 0.0
@@ -78,6 +83,10 @@ class SimulatedEngine(Engine):
 
     async def sample(self, request: SampleRequest) -> Sample:
         """Sleep for as long as sampling would take; length, tokens and logprobs follow from the request's seed."""
+        async with self._slots:
+            return await self._sample(request)
+
+    async def _sample(self, request: SampleRequest) -> Sample:
         await self._resumed.wait()
         self._raise_closed()
         random = np.random.default_rng(request.sampling.seed)

@@ -88,7 +88,7 @@ async def test_a_leaving_generator_returns_its_leases_at_once(tmp_path: Path) ->
         async with fleet(config, address, "g1"):
             await learner.done()
     check_account(learner)
-    assert any("stuck left: test; 8 leases" in note for note in learner.notes), learner.notes
+    assert any("stuck left: test; 10 leases" in note for note in learner.notes), learner.notes
 
 
 async def test_a_failing_reward_is_retried_then_dropped_and_counted(tmp_path: Path) -> None:
