@@ -61,7 +61,10 @@ class DataConfig(Section, frozen=True):
         Literal["auto", "always", "never"],
         _text("Render prompts with the tokenizer's chat template; auto: when the tokenizer has one."),
     ] = "auto"
-    max_prompt_tokens: Annotated[int, _text("Longer prompts (as rendered) are dropped and counted.", ge=1)] = 1024
+    max_prompt_tokens: Annotated[
+        int,
+        _text("Longer prompts (as rendered) are dropped and counted, as are those too long for model and completion.", ge=1),
+    ] = 1024
     shuffle: Annotated[bool, _text("Shuffle problems in each epoch, seeded by run.seed.")] = True
     epochs: Annotated[Annotated[int, Meta(ge=1)] | None, _text("Passes over the data; absent: as many as the steps need.")] = None
 
@@ -334,8 +337,11 @@ class VllmEngine(Section, frozen=True, tag="vllm", tag_field="type"):
 
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], _text("auto: float32 on CPU, the model's own type on GPU.")] = "auto"
     tensor_parallel: Annotated[int, _text("GPUs of one engine.", ge=1)] = 1
-    max_model_len: Annotated[Annotated[int, Meta(ge=2)] | None, _text("Longest prompt + completion; default: what data and sampling allow.")] = None
-    kv_cache_bytes: Annotated[int, _text("KV cache size on CPU.", ge=1 << 20)] = 1 << 29
+    max_model_len: Annotated[Annotated[int, Meta(ge=2)] | None, _text("Longest prompt + completion; default: what data, sampling and the model allow.")] = None
+    kv_cache_bytes: Annotated[
+        Annotated[int, Meta(ge=1 << 20)] | None,
+        _text("KV cache of each worker on CPU; default: enough for all slots, at most a quarter of the free memory."),
+    ] = None
     gpu_memory_utilization: Annotated[float, _text("Share of the GPU that the engine may take.", gt=0, le=1)] = 0.85
     block_size: Annotated[int, _text("Tokens per KV block; 32 lets short prompts be shared on CPU.", ge=8)] = 32
     enforce_eager: Annotated[bool | None, _text("Skip graph capture; absent: on CPU yes, on GPU no.")] = None
@@ -366,7 +372,11 @@ class GeneratorConfig(Section, frozen=True):
 
     engine: Annotated[EngineConfig, _text("What samples tokens.")] = VllmEngine()
     count: Annotated[int, _text("Generators that `async-rl train` starts on this machine.", ge=0)] = 1
-    slots: Annotated[int, _text("Members that one generator works on at once.", ge=1)] = 64
+    slots: Annotated[int, _text("Members that the engine of one generator works on at once.", ge=1)] = 64
+    prefetch: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        _text("Leases held beyond the slots, so that no slot waits for the network or a reward; default: a quarter of the slots."),
+    ] = None
     threads: Annotated[Annotated[int, Meta(ge=1)] | None, _text("CPU threads of the engine; default: cores shared evenly with the learner.")] = None
     running_requests: Annotated[
         Literal["recompute", "keep", "finish"],
