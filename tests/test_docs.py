@@ -90,6 +90,16 @@ def missing_commands(text: str) -> list[str]:
     return [name for name in used if name not in COMMANDS] + [name for name in made if name not in targets]
 
 
+def missing_tests(text: str) -> list[str]:
+    """Tests such as tests/test_docs.py::test_something that their file lacks."""
+    named = [word.split("::") for word in words(text) if re.fullmatch(r"tests/[\w/]+\.py::\w+", word)]
+    return [
+        f"{file}::{name}"
+        for file, name in named
+        if not (ROOT / file).exists() or not re.search(rf"^\s*(async )?def {name}\(", (ROOT / file).read_text(), re.M)
+    ]
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_what_a_document_names_exists(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
@@ -98,6 +108,7 @@ def test_what_a_document_names_exists(document: Path) -> None:
     assert missing_settings(text) == []
     assert missing_metrics(text) == []
     assert missing_commands(text) == []
+    assert missing_tests(text) == []
     for block in blocks(text, "toml"):
         values = {key: value for key, value in tomllib.loads(block).items() if key != "base"}
         layers = Layers()
@@ -122,6 +133,7 @@ def test_generated_pages_are_up_to_date(name: str) -> None:
         (missing_metrics, "watch `staleness/tokens/p42`"),
         (missing_commands, "run `async-rl lerner x.toml`"),
         (missing_commands, "```sh\nmake coffee\n```"),
+        (missing_tests, "shown by `tests/test_docs.py::test_nothing`"),
     ],
 )
 def test_the_checks_see_what_is_wrong(check, text: str) -> None:
@@ -136,3 +148,4 @@ def test_the_checks_let_pass_what_is_right() -> None:
     )
     assert missing_paths(text, ROOT) + missing_modules(text) + missing_settings(text) == []
     assert missing_metrics(text) + missing_commands(text) == []
+    assert missing_tests("`tests/test_docs.py::test_the_checks_let_pass_what_is_right`, `tests/test_docs.py`") == []
