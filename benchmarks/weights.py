@@ -160,7 +160,10 @@ async def measure(size: str, folder: Path, engine_name: str | None, rounds: int)
 
 async def start_engine(name: str, model: LlamaForCausalLM, folder: Path) -> Any:
     """The engine as a generator builds it, on these weights."""
+    from tests.tiny_models import character_tokenizer
+
     model.save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)  # no text is sampled, but an engine wants one
     config = build_config(
         {
             "model": {"path": str(folder)},
