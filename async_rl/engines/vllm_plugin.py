@@ -23,6 +23,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from async_rl.engines.vllm_process import BACKEND, end_with_owner, published_shapes
+from async_rl.engines.vllm_seeds import repair_cpu_generators
 from async_rl.protocol import EpochInfo, Manifest
 from async_rl.weights.base import ReceivedWeights, check_manifest
 from async_rl.weights.broadcast import Receiver
@@ -85,6 +86,7 @@ class HeldWeightsEngine(WeightTransferEngine[JoinInfo, LoadInfo]):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        repair_cpu_generators()  # not in `register`: only workers, which have one of these each, need its imports
         self.shapes = published_shapes(Path(self.model_config.model))
         self.job: Job | None = None
         self.receiver: Receiver | None = None
