@@ -132,7 +132,7 @@ def test_the_batch_sizes_that_are_offered_divide(groups: int, size: int, parts: 
         (["learner.max_grad_norm=0"], ("learner.max_grad_norm = 0", "none")),
         (["learner.betas=0.9,1.0"], ("learner.betas",)),
         (["algorithm.correction.mode=mask", "algorithm.correction.floor=6"], ("floor = 6.0", "cap = 5.0")),
-        (["transport.host=0.0.0.0"], ("transport.host = '0.0.0.0'", "transport.insecure = true")),
+        (["transport.host=192.0.2.1"], ("transport.host = '192.0.2.1'", "transport.insecure = true")),
         (["transport.host=learner.example"], ("transport.host = 'learner.example'",)),
         (["transport.heartbeat_s=10"], ("transport.heartbeat_timeout_s = 15.0", "20.0")),
         (["weights.backend=nccl", "learner.device=cpu"], ("weights.backend = 'nccl'", "gloo")),
@@ -151,7 +151,7 @@ def test_refused(overrides: list[str], parts: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["transport.host=0.0.0.0", "transport.insecure=true"],
+        ["transport.host=192.0.2.1", "transport.insecure=true"],
         ["transport.host=localhost"],
         ["transport.host=::1"],
         ["run.steps=10", "learner.warmup_steps=9"],
@@ -232,3 +232,8 @@ def test_checks_of_a_config_built_by_hand() -> None:
 )
 def test_nearest(name: str, candidates: list[str], expected: str | None) -> None:
     assert nearest(name, candidates) == expected
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "*", ""])
+def test_a_wildcard_host_is_refused_because_generators_are_given_it(host: str) -> None:
+    assert "name the address of this machine" in refusal(f'transport.host="{host}"', "transport.insecure=true")

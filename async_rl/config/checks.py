@@ -138,6 +138,11 @@ def _check_schedule(config: Config) -> None:
 
 def _check_transport(config: Config) -> None:
     transport = config.transport
+    if transport.host in ("", "*", "0.0.0.0", "::"):
+        raise ConfigError(
+            f"transport.host = {transport.host!r} is no address that a generator could connect to, and it is given to "
+            "generators for weights and snapshots; name the address of this machine that they can reach"
+        )
     if not is_loopback(transport.host) and not transport.insecure:
         raise ConfigError(
             f"transport.host = {transport.host!r} can be reached from other machines, and nothing protects it; "

@@ -277,8 +277,7 @@ def children_of(config: Config, arguments: Sequence[str]) -> tuple[Child, list[C
     """The processes of a run; `arguments` are the config file and overrides that each is given."""
     command = [sys.executable, "-m", "async_rl.cli"]
     logs = Path(config.run.dir) / "logs"
-    host = "127.0.0.1" if config.transport.host in ("0.0.0.0", "::") else config.transport.host
-    address = join_address(host, config.transport.port)
+    address = join_address(config.transport.host, config.transport.port)
     learner = Child("learner", [*command, "learner", *arguments], _environment(learner_threads(config)))
     generators = [
         Child(
