@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import assert_never
 
 from async_rl.config import Config, schema
+from async_rl.config.lengths import longest_trajectory
 from async_rl.engines.base import Engine
 
 
@@ -18,7 +19,7 @@ def build_engine(config: Config, *, seed: int, threads: int) -> Engine:
             return VllmEngine(
                 generator.engine,
                 config.model,
-                max_model_len=config.data.max_prompt_tokens + config.sampling.max_completion_tokens,
+                max_model_len=longest_trajectory(config),
                 slots=generator.slots,
                 threads=threads,
                 running_requests=generator.running_requests,
@@ -38,6 +39,6 @@ def build_engine(config: Config, *, seed: int, threads: int) -> Engine:
         case schema.SimulatedEngine():
             from async_rl.engines.simulated import SimulatedEngine
 
-            return SimulatedEngine(generator.engine, running_requests=generator.running_requests)
+            return SimulatedEngine(generator.engine, slots=generator.slots, running_requests=generator.running_requests)
         case other:
             assert_never(other)

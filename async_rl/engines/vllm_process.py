@@ -20,6 +20,7 @@ import psutil
 from safetensors import safe_open
 
 from async_rl.config import schema
+from async_rl.engines.vllm_memory import kv_cache_bytes
 
 BACKEND = "async_rl"
 """Name of our weight-transfer engine in vLLM's registry."""
@@ -80,9 +81,10 @@ def engine_arguments(
     from vllm.platforms import current_platform
 
     cpu = current_platform.is_cpu()
+    dtype = "float32" if config.dtype == "auto" and cpu else config.dtype  # bfloat16 is slow without AVX512
     arguments: dict[str, Any] = {
         "model": str(model),
-        "dtype": "float32" if config.dtype == "auto" and cpu else config.dtype,  # bfloat16 is slow without AVX512
+        "dtype": dtype,
         "tensor_parallel_size": config.tensor_parallel,
         "max_model_len": max_model_len,
         "max_num_seqs": slots,
@@ -97,7 +99,9 @@ def engine_arguments(
         "worker_extension_cls": worker_extension,
     }
     if cpu:
-        arguments["kv_cache_memory_bytes"] = config.kv_cache_bytes
+        itemsize = 4 if dtype == "float32" else 2
+        size = kv_cache_bytes(config, model, max_model_len=max_model_len, slots=slots, itemsize=itemsize)
+        arguments["kv_cache_memory_bytes"] = size
     else:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
     return arguments

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
+from async_rl.config.lengths import limit_in_words, longest_prompt
 from async_rl.config.schema import ArithmeticEnvironment, Config, DataConfig
 from async_rl.envs.answers import last_number, to_number
 from async_rl.envs.base import Environment, ProblemSource
@@ -99,7 +100,7 @@ class ArithmeticProblems(ProblemSource):
 
     def __init__(self, config: Config, settings: ArithmeticEnvironment, tokenizer: PreTrainedTokenizerBase):
         self._seed, self._data, self._settings, self._tokenizer = config.run.seed, config.data, settings, tokenizer
-        self._drawn = 0
+        self._drawn, self._limit, self._limit_in_words = 0, longest_prompt(config), limit_in_words(config)
         self._eval = self._hold_out(config.data)
         first = [self._train_problem(k) for k in range(2 * len(settings.kinds))]
         parts = [msgspec.json.encode(settings), f"{self._seed}".encode(), *(p.prompt_ids.tobytes() for p in first)]
@@ -148,6 +149,8 @@ class ArithmeticProblems(ProblemSource):
 
     def _problem(self, posed: Posed) -> Problem:
         text, ids = render_prompt(self._tokenizer, posed.text, self._data)
+        if len(ids) > self._limit:
+            raise ValueError(f"the prompt {text!r} has {len(ids)} tokens; {self._limit_in_words}")
         return Problem(id=posed.id, prompt=text, prompt_ids=ids, answer=posed.answer)
 
     def _too_small(self, kind: Kind, share: str) -> str:

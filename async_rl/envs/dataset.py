@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 from jinja2.exceptions import TemplateError
 
+from async_rl.config.lengths import limit_in_words, longest_prompt
 from async_rl.config.schema import Config, DataConfig
 from async_rl.envs.base import ProblemSource
 from async_rl.envs.rows import Rows, check_plain, check_prompt, read_rows
@@ -38,7 +39,7 @@ def load_problems(
         raise ValueError(
             f"environment.type = {config.environment.__struct_config__.tag!r} needs data.path, a file of problems"
         )
-    loader = _Loader(data, tokenizer, decorate, needs_answer)
+    loader = _Loader(config, tokenizer, decorate, needs_answer)
     problems, dropped = loader.load(data.path, "data.path")
     if data.eval_path is not None:
         held_out, eval_dropped = loader.load(data.eval_path, "data.eval_path")
@@ -53,23 +54,27 @@ def load_problems(
 
 @dataclass(frozen=True)
 class _Loader:
-    data: DataConfig
+    config: Config
     tokenizer: PreTrainedTokenizerBase
     decorate: Callable[[Prompt], Prompt]
     needs_answer: bool
+
+    @property
+    def data(self) -> DataConfig:
+        return self.config.data
 
     def load(self, path: str, setting: str) -> tuple[list[Problem], Counter[str]]:
         """Return a file's problems and how many rows were dropped, by reason; all dropped is an error."""
         rows = read_rows(path, setting)
         self._check_columns(rows)
-        limit = self.data.max_prompt_tokens
         problems = [self._problem(rows, number, row) for number, row in rows.rows]
+        limit = longest_prompt(self.config)
         kept = [problem for problem in problems if len(problem.prompt_ids) <= limit]
         if not kept:
             shortest = min(len(problem.prompt_ids) for problem in problems)
             raise ValueError(
-                f"{path}: all {len(problems)} prompts are longer than data.max_prompt_tokens = {limit} tokens; "
-                f"the shortest has {shortest}: raise the limit"
+                f"{path}: all {len(problems)} prompts are too long, the shortest has {shortest} tokens; "
+                f"{limit_in_words(self.config)}"
             )
         dropped = Counter({TOO_LONG: len(problems) - len(kept)} if len(kept) < len(problems) else {})
         return kept, dropped
