@@ -67,7 +67,7 @@ def behavior_weight(
 def passes(
     rejection: Rejection, log_ratios: Tensor, mask: Tensor, sequence_index: Tensor, num_sequences: int
 ) -> Tensor:
-    """Which tokens one rejection keeps, bool [T]; log_ratios are log(prox / mu), clamped."""
+    """Which tokens one rejection keeps, bool [T]; log_ratios are log(prox / mu), 0 where masked."""
     estimates = divergence(rejection.estimator, -log_ratios)
     match rejection.level:
         case "token":
@@ -75,7 +75,7 @@ def passes(
         case "sequence_mean":
             level = sequence_mean(estimates, mask, sequence_index, num_sequences)[sequence_index]
         case "sequence_sum":
-            level = sequence_sum(torch.where(mask, estimates, 0.0), sequence_index, num_sequences)[sequence_index]
+            level = sequence_sum(estimates, sequence_index, num_sequences)[sequence_index]
         case "sequence_max":
             level = sequence_max(estimates, mask, sequence_index, num_sequences)[sequence_index]
     low = -torch.inf if rejection.low is None else rejection.low
@@ -91,7 +91,7 @@ def passes_veto(veto: float, log_ratios: Tensor, mask: Tensor, sequence_index: T
 
 def normalize_weights(weight: Tensor, total: Tensor, kept: Tensor) -> Tensor:
     """Divide by the mean over the kept tokens of the whole batch, total / kept: `weight` and `kept` of the sums."""
-    return weight * torch.where(total > 0, kept / total.clamp(min=torch.finfo(torch.float32).tiny), 0.0)
+    return weight * kept / total.clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def loglinear_proximal(logprobs: Tensor, behavior_logprobs: Tensor, staleness: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ def loglinear_proximal(logprobs: Tensor, behavior_logprobs: Tensor, staleness: T
 
     log prox = log mu / d + (1 - 1 / d) log pi for tokens of staleness d >= 1, log pi for d = 0.
     """
-    behavior_share = torch.where(staleness > 0, 1 / staleness.clamp(min=1), 0.0)
+    behavior_share = torch.where(staleness > 0, 1 / staleness, 0.0)
     return torch.lerp(logprobs.detach().float(), behavior_logprobs.float(), behavior_share)
 
 

@@ -69,5 +69,5 @@ def token_weights(
 
 
 def reduce(loss: Tensor, weights: Tensor) -> Tensor:
-    """sum(loss * weight); float32 as the weights are. The sum of this over all micro-batches and ranks is the loss of the update."""
+    """sum(loss * weight), float32; its sum over all micro-batches and ranks is the loss of the update."""
     return torch.sum(loss * weights)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -109,6 +111,92 @@ def test_random_inputs_reach_every_branch() -> None:
                 [output.diagnostics[name][batch.mask] for output, batch in zip(outputs, batches, strict=True)]
             )
             assert 20 < int(flags.sum()) < len(flags) - 20, (config, name)
+
+
+Flag = Callable[[float, float, float, float], bool]
+"""Of pi, prox, mu and advantage."""
+
+
+def far(pi: float, mu: float) -> bool:
+    return abs(math.exp(pi) - math.exp(mu)) > 0.05
+
+
+FLAGS: list[tuple[Loss, dict[str, Flag]]] = [
+    (
+        PpoLoss(clip_low=0.2, clip_high=0.28, dual_clip=3.0),
+        {
+            "clipped_low": lambda pi, prox, mu, adv: adv < 0 and math.exp(pi - mu) < 0.8,
+            "clipped_high": lambda pi, prox, mu, adv: adv > 0 and math.exp(pi - mu) > 1.28,
+            "dual_clipped": lambda pi, prox, mu, adv: adv < 0 and math.exp(pi - mu) > 3,
+        },
+    ),
+    (
+        DecoupledPpoLoss(clip_low=0.2, clip_high=0.28),
+        {
+            "clipped_low": lambda pi, prox, mu, adv: adv < 0 and math.exp(pi - prox) < 0.8,
+            "clipped_high": lambda pi, prox, mu, adv: adv > 0 and math.exp(pi - prox) > 1.28,
+        },
+    ),
+    (TruncatedIsLoss(cap=2.0), {"clipped_high": lambda pi, prox, mu, adv: math.exp(pi - mu) > 2}),
+    (
+        CispoLoss(clip_low=0.5, clip_high=0.28),
+        {
+            "clipped_low": lambda pi, prox, mu, adv: math.exp(pi - mu) < 0.5,
+            "clipped_high": lambda pi, prox, mu, adv: math.exp(pi - mu) > 1.28,
+        },
+    ),
+    (SapoLoss(), {}),
+    (ReinforceLoss(), {}),
+    (IcePopLoss(low=0.5, high=2.0), {"masked": lambda pi, prox, mu, adv: not 0.5 <= math.exp(prox - mu) <= 2}),
+    (ToprLoss(level="token", cap=1.2), {"clipped_high": lambda pi, prox, mu, adv: adv < 0 and math.exp(pi - mu) > 1.2}),
+    (
+        DppoLoss(threshold=0.05),
+        {
+            "clipped_low": lambda pi, prox, mu, adv: adv < 0 and pi < mu and far(pi, mu),
+            "clipped_high": lambda pi, prox, mu, adv: adv > 0 and pi > mu and far(pi, mu),
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "flags"), FLAGS, ids=str)
+def test_diagnostics_name_the_clipped_tokens(config: Loss, flags: dict[str, Flag]) -> None:
+    for seed in range(5):
+        batch = packed(seed)
+        diagnostics = loss_function(config)(batch.inputs()).diagnostics
+        assert set(diagnostics) - {"ratio"} == set(flags)
+        for name, flag in flags.items():
+            for t in range(len(batch.mask)):
+                columns = (batch.logprobs, batch.proximal, batch.behavior, batch.advantages)
+                expected = bool(batch.mask[t]) and flag(*(float(column[t]) for column in columns))
+                assert bool(diagnostics[name][t]) == expected, (name, t)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        PpoLoss(clip_low=0, clip_high=0),
+        DecoupledPpoLoss(clip_low=0, clip_high=0),
+        GspoLoss(clip_low=0, clip_high=0),
+        CispoLoss(clip_low=0, clip_high=0),
+        TruncatedIsLoss(cap=1),
+        ToprLoss(level="token", cap=1),
+        IcePopLoss(low=1, high=1),
+        DppoLoss(threshold=1e-9),
+    ],
+    ids=str,
+)
+def test_on_policy_nothing_is_clipped_even_by_a_band_of_no_width(config: Loss) -> None:
+    batch = replace(packed(0), proximal=packed(0).behavior, logprobs=packed(0).behavior)
+    for name, flags in loss_function(config)(batch.inputs()).diagnostics.items():
+        assert name == "ratio" or not flags.any()
+
+
+def test_a_token_without_advantage_is_never_clipped_by_a_sided_clip() -> None:
+    batch = replace(packed(0), advantages=torch.zeros_like(packed(0).advantages))
+    for config in (PpoLoss(dual_clip=2), DecoupledPpoLoss(dual_clip=2), GspoLoss(), ToprLoss(), DppoLoss()):
+        for name, flags in loss_function(config)(batch.inputs()).diagnostics.items():
+            assert name == "ratio" or not flags.any()
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3])
