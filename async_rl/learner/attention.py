@@ -21,9 +21,6 @@ MIN_FILL = 0.75
 """Sequences share a bucket of rows when the shortest fills at least this share of the longest's row."""
 PLAIN_ARGUMENTS = frozenset({"position_ids", "use_cache", "is_causal", "cache_position", "output_attentions"})
 """Arguments of attention that change nothing here; another one that is set means an unknown kind of attention."""
-MAX_MATH_WIDTH = 256
-"""On CPU grouped heads take the kernel that holds whole score matrices: faster than repeating keys up to about this
-width (measured: 81 against 108 ms at 64 x 64, even at 1024), and their memory stays small."""
 
 
 class UnsupportedAttention(Exception):
@@ -87,8 +84,10 @@ def packed_attention(
     unknown = sorted(k for k, v in kwargs.items() if k not in PLAIN_ARGUMENTS and v is not None and v is not False)
     if packed is None or unknown or attention_mask is not None or dropout:
         raise UnsupportedAttention(f"{type(module).__name__} asks for {', '.join(unknown) or 'a mask or dropout'}")
+    # Grouped heads are left to the kernel, which has them on CPU too; repeating keys and values costs a third more.
+    options: dict[str, Any] = {"is_causal": True, "scale": scaling, "enable_gqa": key.shape[1] != query.shape[1]}
     outputs = [
-        causal_attention(_rows(query, bucket), _rows(key, bucket), _rows(value, bucket), scaling)
+        scaled_dot_product_attention(_rows(query, bucket), _rows(key, bucket), _rows(value, bucket), **options)
         .transpose(1, 2)
         .reshape(bucket.rows * bucket.width, query.shape[1], value.shape[3])
         for bucket in packed.buckets
@@ -101,15 +100,6 @@ def _rows(tensor: Tensor, bucket: Bucket) -> Tensor:
     _, heads, tokens, size = tensor.shape
     flat = tensor.transpose(1, 2).reshape(tokens, heads * size)
     return flat.index_select(0, bucket.index).view(bucket.rows, bucket.width, heads, size).transpose(1, 2)
-
-
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-    """Causal attention with grouped key/value heads, [R, H, W, D]."""
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1 and query.device.type == "cpu" and query.shape[2] > MAX_MATH_WIDTH:
-        key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
-        groups = 1
-    return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
 
 
 def register() -> None:

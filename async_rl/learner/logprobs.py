@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_BLOCK_ELEMENTS = 1 << 22
-"""On CPU the softmax runs on blocks of this many logits (16 MB): their buffers are reused instead of mapped anew."""
+_BLOCK_ELEMENTS = 1 << 19
+"""On CPU the softmax runs on blocks of this many logits, 2 MB: they stay in the cache, and their buffers are reused
+instead of mapped anew (measured: 22 ms instead of 73 for 480 positions of 49,152 logits)."""
 
 
 def token_logprobs(

@@ -67,15 +67,6 @@ def test_prompts_are_read_once(load: Callable) -> None:
     assert read == sum(prompts.values()) + sum(len(s.completion_ids) - 1 for s in batch.sequences)
 
 
-def test_long_sequences_on_cpu_take_the_other_kernel(load: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both kernels behind the packed layout agree."""
-    policy, config = load("tied")
-    batch = prepare_batch(make_groups(), 1, config)
-    short = score(policy, batch, 10_000)
-    monkeypatch.setattr("async_rl.learner.attention.MAX_MATH_WIDTH", 0)
-    torch.testing.assert_close(score(policy, batch, 10_000), short, rtol=1e-4, atol=1e-5)
-
-
 def test_checkpointed_activations_change_nothing(load: Callable) -> None:
     policy, config = load("tied")
     batch = prepare_batch(make_groups(), 1, config)

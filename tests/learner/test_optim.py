@@ -41,13 +41,13 @@ def give(parameter: nn.Parameter, *values: float) -> None:
     parameter.grad = torch.tensor(values)
 
 
-@pytest.mark.parametrize(("limit", "expected"), [(1.0, [0.6, 0.8]), (10.0, [3.0, 4.0]), (None, [3.0, 4.0])])
+@pytest.mark.parametrize(("limit", "expected"), [(4.0, [2.4, 3.2]), (6.0, [3.0, 4.0]), (None, [3.0, 4.0])])
 def test_clipping_scales_the_gradient_to_the_limit(limit: float | None, expected: list[float]) -> None:
     """Seen through AdamW's first moment, which is (1 - beta1) times the gradient."""
     parameter, optimizer = make(max_grad_norm=limit)
     give(parameter, 3.0, 4.0)
     report = optimizer.update(1)
-    assert report.applied and report.grad_norm == 5.0 and report.clipped == (limit == 1.0)
+    assert report.applied and report.grad_norm == 5.0 and report.clipped == (limit == 4.0)
     moment = optimizer.adamw.state[parameter]["exp_avg"] / 0.1
     assert moment.tolist() == pytest.approx(expected, rel=1e-5)
     assert parameter.grad is None
