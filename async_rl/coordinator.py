@@ -226,7 +226,7 @@ class Coordinator:
         return self._ask(lambda: self._collect(elapsed_s))
 
     def status(self) -> dict[str, Any]:
-        """What `async-rl status` and /status show; plain data."""
+        """What /status shows; plain data."""
         return self._ask(self._status)
 
     def stop(self, reason: str, timeout_s: float = 10.0) -> None:

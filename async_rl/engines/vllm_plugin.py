@@ -159,11 +159,13 @@ class HeldWeightsEngine(WeightTransferEngine[JoinInfo, LoadInfo]):
         model.load_weights(held.tensors())
 
     def finish_weight_update(self) -> None:
-        """Let vLLM process the loaded layers, renew heads that it forgets, and free the buffers."""
+        """Let vLLM process the loaded layers, renew heads that it forgets, and let the buffers be filled again."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)
         repack_heads(self.model)
+        if self.receiver is not None and self.held is not None:
+            self.receiver.recycle(self.held)
         self.held = None
 
     def shutdown(self) -> None:
