@@ -40,10 +40,10 @@ class ModelConfig(Section, frozen=True):
     """The policy."""
 
     path: Annotated[str, _text("Folder with a Hugging Face causal LM and its tokenizer (safetensors, config.json).", min_length=1)]
-    dtype: Annotated[Literal["float32", "bfloat16"], _text("Parameter and compute type of the learner; reductions are float32 always.")] = "float32"
+    dtype: Annotated[Literal["float32", "bfloat16"], _text("Compute type of the learner and of saved weights; its parameters, optimizer and reductions are float32 always.")] = "float32"
     attention: Annotated[
         Literal["auto", "sdpa", "eager", "flash_attention_2"],
-        _text("Attention kernel; auto takes flash_attention_2 on a GPU that has it, else sdpa."),
+        _text("Attention kernel; auto and sdpa read a prompt once for its whole group where the model allows it, the others pad one sequence a row."),
     ] = "auto"
     gradient_checkpointing: Annotated[bool, _text("Recompute activations in the backward pass: less memory, about a third more time.")] = False
 
