@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
 PIP_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart real test lint format docs clean
+.PHONY: help setup quickstart real gsm8k test lint format docs clean
 
 help: ## Show this list.
 	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -22,6 +22,9 @@ quickstart: setup ## Teach a tiny model arithmetic with a real vLLM engine: unde
 
 real: setup ## Teach SmolLM2-135M arithmetic in words: under twenty minutes on two cores.
 	$(BIN)/async-rl real
+
+gsm8k: setup ## Evaluate SmolLM2-135M on 100 GSM8K problems with the math reward (evaluation only).
+	$(BIN)/python -m async_rl.recipes.gsm8k
 
 test: setup ## Run all tests, fast and slow.
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -46,7 +46,7 @@ def load_problems(
         held_out = held_out[: data.eval_problems]
         dropped.update({f"eval_{reason}": count for reason, count in eval_dropped.items()})
     else:
-        held_out = _hold_out(problems, data)
+        held_out = _hold_out(problems, data, only_evaluates=config.run.steps == 0)
     train = _without_copies(problems, held_out, data.eval_path is not None, dropped)
     _check_enough(config, len(train))
     return DatasetProblems(config, train, held_out, dict(dropped))
@@ -105,10 +105,10 @@ class _Loader:
         return Problem(id=f"{rows.path.stem}:{number}", prompt=text, prompt_ids=ids, answer=answer, metadata=metadata)
 
 
-def _hold_out(problems: list[Problem], data: DataConfig) -> list[Problem]:
+def _hold_out(problems: list[Problem], data: DataConfig, only_evaluates: bool) -> list[Problem]:
     """Choose held-out problems by the hash of their prompts, so that neither seed nor row order matters."""
     distinct = {p.prompt: p for p in reversed(problems)}
-    if data.eval_problems >= len(distinct) and data.eval_problems:
+    if data.eval_problems >= len(distinct) and data.eval_problems and not only_evaluates:
         raise ValueError(
             f"data.eval_problems = {data.eval_problems} leaves nothing to train on: {data.path} has {len(distinct)} "
             f"different prompts; at most {len(distinct) - 1} can be held out, or give data.eval_path"
@@ -129,7 +129,9 @@ def _without_copies(
 
 
 def _check_enough(config: Config, count: int) -> None:
-    """A run that could not fill its first batch is refused, not finished after no step."""
+    """A run that could not fill its first batch is refused, not finished after no step; run.steps = 0 needs none."""
+    if config.run.steps == 0:
+        return
     epochs, groups = config.data.epochs, config.learner.batch_groups
     if count == 0:
         raise ValueError(f"{config.data.path}: every prompt is also held out; nothing is left to train on")

@@ -17,7 +17,7 @@ def run(overrides: Sequence[str] = ()) -> int:
     """Run configs/quickstart.toml from model building to the summary; returns the exit code of the run."""
     from async_rl.recipes.tiny_model import build
 
-    return run_recipe("quickstart.toml", build, overrides)
+    return run_recipe("quickstart.toml", lambda folder: build(folder, print), overrides)
 
 
 def run_recipe(preset: str, make_model: Callable[[Path], Path], overrides: Sequence[str]) -> int:

@@ -89,7 +89,8 @@ def show(run_dir: Path, seconds: float, max_staleness: int) -> list[Accuracy]:
     table.add_row("steps", str(len(trained)))
     _rate(table, "staleness, mean over trained tokens", weighted(trained, "staleness/mean", "loss/tokens"), "{:.2f}")
     table.add_row("staleness, largest (bound)", f"{stalest:.0f} ({max_staleness})")
-    by_time = "time/step_s"
+    # The first step waits for engines to start; rates are those of the run under way.
+    trained, by_time = trained[1:] or trained, "time/step_s"
     _rate(table, "tokens generated per s", weighted(trained, "throughput/generated_tokens_per_s", by_time), "{:.0f}")
     _rate(table, "tokens trained per s", weighted(trained, "throughput/trained_tokens_per_s", by_time), "{:.0f}")
     _rate(table, "learner waiting", weighted(trained, "learner/wait_share", by_time), "{:.0%}")
