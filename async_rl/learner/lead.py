@@ -105,9 +105,7 @@ class Lead:
         finally:
             self._wait_s = time.monotonic() - started
 
-    def _whole_batch(
-        self, step: int, groups: tuple[TrajectoryGroup, ...] | None
-    ) -> tuple[TrajectoryGroup, ...] | None:
+    def _whole_batch(self, step: int, groups: tuple[TrajectoryGroup, ...] | None) -> tuple[TrajectoryGroup, ...] | None:
         """The batch; at the end of the data a message, or an error when not even one batch came of it."""
         if groups is None:
             dropped = self.coordinator.status()["ledger"]["dropped"]
