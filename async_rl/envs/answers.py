@@ -12,8 +12,12 @@ MAX_NUMBER_CHARS = 1000
 """Longer digit strings are no number: Python refuses to read more than 4,300 digits, and nobody's answer has them."""
 
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
+# 1/2 is one number, and neither 1 nor 2; 12/25/2024 is none of this kind.
+_RATIO = r"(?<![0-9/.,])[0-9]+/[0-9]+(?![0-9/])(?!\.[0-9])"
+_BELOW_ONE = r"(?<![\w.)\]])\.[0-9]+"
+_UNSIGNED = rf"(?:{_RATIO}|{_DIGITS}|{_BELOW_ONE})"
 # A minus after a digit or a closing bracket is a subtraction: the last number of "10-3" is 3.
-_NUMBER = re.compile(rf"(?<![0-9)\]])(?:-?\$?|\$-){_DIGITS}|{_DIGITS}")
+_NUMBER = re.compile(rf"(?<![0-9)\]])(?:-?\$?|\$-){_UNSIGNED}|{_UNSIGNED}")
 _PLAIN = re.compile(rf"[+-]?{_DIGITS}|[+-]?\.[0-9]+")
 _FRACTION = re.compile(r"([+-]?[0-9]+)/([0-9]+)")
 
@@ -37,12 +41,11 @@ def boxed(text: str) -> str | None:
     if not marker:
         return None
     depth = 1
-    for i, char in enumerate(rest):
-        # \{ and \} are set braces and come in pairs of their own.
-        if char in "{}" and not (i and rest[i - 1] == "\\"):
-            depth += 1 if char == "{" else -1
+    # \{ and \} are set braces and come in pairs of their own; after \\, a line break, a brace is a brace again.
+    for found in re.finditer(r"\\.|[{}]", rest, re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(found.group(), 0)
         if depth == 0:
-            return rest[:i].strip()
+            return rest[: found.start()].strip()
     return None
 
 
