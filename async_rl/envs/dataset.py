@@ -159,6 +159,8 @@ class DatasetProblems(ProblemSource):
     def draw(self) -> Problem | None:
         """Return the next row of the epoch, then of the next epoch; None after data.epochs of them."""
         if self._index == len(self._train):
+            if not self._train:
+                return None
             if self._data.epochs is not None and self._epoch + 1 >= self._data.epochs:
                 return None
             self.seek({"epoch": self._epoch + 1, "index": 0})

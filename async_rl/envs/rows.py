@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,7 +44,10 @@ def read_rows(path: str | Path, setting: str = "data.path") -> Rows:
         case ".parquet":
             import pyarrow.parquet
 
-            table = pyarrow.parquet.read_table(path)
+            try:
+                table = pyarrow.parquet.read_table(path)
+            except (pyarrow.ArrowException, OSError) as error:
+                raise ValueError(f"{setting} = {str(path)!r}: no parquet file that can be read: {error}") from error
             rows = list(enumerate(table.to_pylist(), start=1))
             columns = tuple(table.column_names)
         case ".jsonl":
@@ -59,7 +63,8 @@ def read_rows(path: str | Path, setting: str = "data.path") -> Rows:
 def _read_jsonl(path: Path) -> list[tuple[int, dict[str, Any]]]:
     rows = []
     # Lines end at \n alone: JSON strings may hold U+2028, U+0085 and the like, where str.splitlines would cut.
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+    lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
+    for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
                 rows.append((number, msgspec.json.decode(line, type=dict[str, Any])))

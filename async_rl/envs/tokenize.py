@@ -86,14 +86,18 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, data: Data
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool) -> np.ndarray:
-    return np.asarray(tokenizer.encode(text, add_special_tokens=add_special_tokens), dtype=np.int32)
+    try:
+        ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    except Exception as error:  # the tokenizers library raises nothing narrower for a character that it does not know
+        raise ValueError(f"the tokenizer cannot encode {text[:60]!r}: {error}") from error
+    return np.asarray(ids, dtype=np.int32)
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> tuple[int, ...]:
     """Return the token of each stop text; ValueError for a text that is not exactly one token."""
     ids = []
     for text in stop:
-        tokens = tokenizer.encode(text, add_special_tokens=False)
+        tokens = _encode(tokenizer, text, add_special_tokens=False).tolist()
         if len(tokens) != 1 or tokens[0] == tokenizer.unk_token_id:
             raise ValueError(
                 f"sampling.stop: {text!r} is {tokenizer.convert_ids_to_tokens(tokens)}, {len(tokens)} tokens of this "
