@@ -33,7 +33,17 @@ FIRST = {
 }
 """Tests that are likeliest to notice; a module not listed has its own."""
 SECONDS_PER_MUTANT = 60
-EQUIVALENT: dict[str, str] = {}
+_FAR = "losses.dppo: Gt -> GtE: _binary_divergence(config.divergence, inputs.behavior_logprobs, inputs.logprobs)"
+EQUIVALENT: dict[str, str] = {
+    "advantages._all_equal: max -> min: max(map(abs, values))": "values that close have the same magnitude",
+    "advantages._group_advantages: True -> False: True": "there are as many values as scored members",
+    f"{_FAR} > config.threshold": "differs at one divergence, which no formula reaches",
+    "losses.dppo: Gt -> GtE: ratio > 1": "where the ratio is 1 the divergence is 0",
+    "losses.dppo: Lt -> LtE: ratio < 1": "where the ratio is 1 the divergence is 0",
+    "losses.sapo: Gt -> GtE: inputs.advantages > 0": "where the advantage is 0 the loss is, at either tau",
+    "reductions.token_weights: without float: mask.float()": "true division makes bool float32 too",
+    "shaping.soft_overlong_penalty: Lt -> LtE: excess < buffer_tokens": "both branches are -1 there",
+}
 """Mutants that compute the same, by name, each with the reason."""
 
 OPERATORS: dict[type[ast.operator], tuple[type[ast.operator], ...]] = {

@@ -67,10 +67,10 @@ def grpo(rewards: Sequence[float], std: str, eps: float) -> list[float]:
     """(r - mean) / (std + eps), arXiv:2402.03300; without the division for std='none' (Dr.GRPO, arXiv:2503.20783)."""
     if _all_equal(rewards):
         return [0.0] * len(rewards)
-    mean = _mean(rewards)
     if std == "none":
-        return [reward - mean for reward in rewards]
-    return [(reward - mean) / (_deviation(rewards, std) + eps) for reward in rewards]
+        return _centered(rewards)
+    scale = _deviation(rewards, std) + eps
+    return [value / scale for value in _centered(rewards)]
 
 
 def rloo(rewards: Sequence[float]) -> list[float]:
@@ -97,7 +97,7 @@ def remax(rewards: Sequence[float], greedy_reward: float) -> list[float]:
 
 def reinforce_plus_plus(rewards: Sequence[float], baseline: str) -> list[float]:
     """r, or r - mean of the group for baseline='group', to be whitened over the batch, arXiv:2501.03262."""
-    return grpo(rewards, "none", 0.0) if baseline == "group" else list(rewards)
+    return _centered(rewards) if baseline == "group" else list(rewards)
 
 
 def whiten(groups: Sequence[Sequence[float | None]], eps: float) -> list[list[float | None]]:
@@ -111,6 +111,14 @@ def whiten(groups: Sequence[Sequence[float | None]], eps: float) -> list[list[fl
 
 def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
+
+
+def _centered(values: Sequence[float]) -> list[float]:
+    """values minus their mean; exactly 0 where all are equal."""
+    if _all_equal(values):
+        return [0.0] * len(values)
+    mean = _mean(values)
+    return [value - mean for value in values]
 
 
 def _deviation(values: Sequence[float], std: str) -> float:

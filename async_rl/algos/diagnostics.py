@@ -40,26 +40,28 @@ def staleness_sums(
 ) -> Tensor:
     """Sums over tokens [T] by staleness, float64 [max_staleness + 2, 6], that add over micro-batches and ranks.
 
-    Row s is staleness s; the last one holds all that is older. `staleness` is int64 [T]; it is not read where masked.
+    Row s is staleness s; the last one holds all that is older. `staleness` is int64 [T]; anything where masked.
     """
     log_ratios = log_ratio(proximal_logprobs, behavior_logprobs, mask)
     ratio = log_ratios.exp()
     k1, k3 = divergence("k1", -log_ratios), divergence("k3", -log_ratios)
-    columns = (torch.ones_like(ratio), ratio, ratio.double().square(), k1, k3, log_ratios.abs())
+    columns = (torch.ones_like(ratio), ratio, ratio.square(), k1, k3, log_ratios.abs())
     values = torch.stack([column.double() for column in columns], dim=1)
-    row = torch.where(mask, staleness, 0).clamp(max=max_staleness + 1)
+    row = staleness.clamp(0, max_staleness + 1)
     return values.new_zeros(max_staleness + 2, len(columns)).index_add(0, row, values * mask[:, None])
 
 
 def by_staleness(sums: Tensor) -> list[OffPolicyness | None]:
     """What `staleness_sums` adds up to, one entry a row; None where there is no token."""
-    return [_measures(row) if row[0] > 0 else None for row in sums.tolist()]
+    return [_measures(*row) for row in sums.tolist()]
 
 
-def _measures(row: list[float]) -> OffPolicyness:
-    tokens, ratio, squared, k1, k3, absolute = row
+def _measures(
+    tokens: float, ratio: float, squared: float, k1: float, k3: float, absolute: float
+) -> OffPolicyness | None:
     share = effective_sample_size_of_sums(ratio, squared, tokens)
-    assert share is not None, "a row with tokens has a sample size"
+    if share is None:
+        return None
     return OffPolicyness(int(tokens), ratio / tokens, share, k1 / tokens, k3 / tokens, absolute / tokens)
 
 
@@ -68,8 +70,8 @@ def quantiles(values: Tensor, mask: Tensor, shares: tuple[float, ...]) -> list[f
 
     Exact at any size (torch.quantile stops at 2^24 values); empty list where no value is valid.
     """
-    ordered = values[mask].float().sort().values
+    ordered = values[mask].sort().values
     if not len(ordered):
         return []
     places = torch.tensor([math.ceil(share * len(ordered) - 1e-9) - 1 for share in shares], device=values.device)
-    return ordered[places.clamp(0, len(ordered) - 1)].tolist()
+    return ordered[places].tolist()

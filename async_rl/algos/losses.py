@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,24 +59,25 @@ class LossInputs:
     """[T] of the reference policy. Only `penalized` reads it."""
 
     def masked(self) -> LossInputs:
-        """Everything as float32, and 0 where masked, before any exp: no input of a masked token reaches a gradient."""
+        """Everything as float32, and 0 where masked, before any exp: no input of a masked token reaches a gradient.
+
+        Only logprobs and entropy keep theirs; the rest are constants, whatever they come from.
+        """
         return replace(
             self,
             logprobs=self._clean(self.logprobs),
-            proximal_logprobs=self._clean(self.proximal_logprobs),
-            behavior_logprobs=self._clean(self.behavior_logprobs),
-            advantages=self._clean(self.advantages),
-            behavior_weight=self._clean(self.behavior_weight),
-            entropy=self._clean(self.entropy),
-            reference_logprobs=self._clean(self.reference_logprobs),
+            proximal_logprobs=self._clean(self.proximal_logprobs).detach(),
+            behavior_logprobs=self._clean(self.behavior_logprobs).detach(),
+            advantages=self._clean(self.advantages).detach(),
+            behavior_weight=None if self.behavior_weight is None else self._clean(self.behavior_weight).detach(),
+            entropy=None if self.entropy is None else self._clean(self.entropy),
+            reference_logprobs=None
+            if self.reference_logprobs is None
+            else self._clean(self.reference_logprobs).detach(),
         )
 
-    @overload
-    def _clean(self, values: Tensor) -> Tensor: ...
-    @overload
-    def _clean(self, values: None) -> None: ...
-    def _clean(self, values: Tensor | None) -> Tensor | None:
-        return None if values is None else torch.where(self.mask, values.float(), 0.0)
+    def _clean(self, values: Tensor) -> Tensor:
+        return torch.where(self.mask, values.float(), 0.0)
 
 
 class LossOutput(NamedTuple):
@@ -178,7 +179,7 @@ def sapo(config: SapoLoss, inputs: LossInputs) -> LossOutput:
 
 def icepop(config: IcePopLoss, inputs: LossInputs) -> LossOutput:
     """-v r A where low <= v <= high, else 0; v = prox / mu, r = pi / prox (arXiv:2510.18855)."""
-    mismatch = log_ratio(inputs.proximal_logprobs, inputs.behavior_logprobs, inputs.mask).exp().detach()
+    mismatch = log_ratio(inputs.proximal_logprobs, inputs.behavior_logprobs, inputs.mask).exp()
     keep = keep_within(mismatch, config.low, config.high)
     ratio = log_ratio(inputs.logprobs, inputs.proximal_logprobs, inputs.mask).exp()
     loss = -torch.where(keep, mismatch, 0.0) * ratio * inputs.advantages
@@ -201,7 +202,7 @@ def dppo(config: DppoLoss, inputs: LossInputs) -> LossOutput:
     arXiv:2602.04879: the divergence of mu and pi as distributions over the sampled token and all others together.
     """
     ratio = log_ratio(inputs.logprobs, inputs.behavior_logprobs, inputs.mask).exp()
-    far = _binary_divergence(config.divergence, inputs.behavior_logprobs, inputs.logprobs.detach()) > config.threshold
+    far = _binary_divergence(config.divergence, inputs.behavior_logprobs, inputs.logprobs) > config.threshold
     clipped_high = far & (inputs.advantages > 0) & (ratio > 1)
     clipped_low = far & (inputs.advantages < 0) & (ratio < 1)
     loss = -torch.where(clipped_high | clipped_low, 0.0, ratio) * inputs.advantages
@@ -244,7 +245,7 @@ def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, dual_cl
 
 def _weighted(loss: Tensor, inputs: LossInputs) -> Tensor:
     """Times the behavior weight, a constant."""
-    return loss if inputs.behavior_weight is None else loss * inputs.behavior_weight.detach()
+    return loss if inputs.behavior_weight is None else loss * inputs.behavior_weight
 
 
 def _unit(logprobs: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.algos.advantages import compute_advantages, compute_batch_advantages, remax
+from async_rl.algos.advantages import compute_advantages, compute_batch_advantages, opo, remax
 from async_rl.config.schema import (
     Advantage,
     GrpoAdvantage,
@@ -140,6 +140,13 @@ def test_what_an_estimator_needs_is_asked_for() -> None:
         compute_advantages(ReinforcePlusPlusAdvantage(), [1.0, 0.0])
     with pytest.raises(ValueError):
         compute_batch_advantages(OpoAdvantage(), [[1.0], [0.0]], [[1]])
+
+
+def test_opo_counts_tokens() -> None:
+    assert compute_advantages(OpoAdvantage(), [1.0, 3.0], [1, 0]) == [0.0, 2.0]
+    assert compute_advantages(OpoAdvantage(), [1.0, 3.0], [0, 0]) == [0.0, 0.0]
+    with pytest.raises(ValueError):
+        opo([1.0, 3.0], [1])
 
 
 def test_remax_subtracts_the_greedy_reward() -> None:

@@ -16,8 +16,8 @@ MAX = 3
 
 def staleness_of(batch: Packed) -> torch.Tensor:
     """0..6, and nonsense where masked."""
-    ages = (torch.arange(len(batch.mask)) * 5) % 7
-    return torch.where(batch.mask, ages, 10**12)
+    places = torch.arange(len(batch.mask))
+    return torch.where(batch.mask, (places * 5) % 7, (-10) ** (places % 9))
 
 
 def sums_of(batch: Packed, staleness: torch.Tensor) -> torch.Tensor:
@@ -27,7 +27,9 @@ def sums_of(batch: Packed, staleness: torch.Tensor) -> torch.Tensor:
 def test_measures_by_staleness() -> None:
     batch = packed(0)
     staleness = staleness_of(batch)
-    rows = by_staleness(sums_of(batch, staleness))
+    sums = sums_of(batch, staleness)
+    assert sums.dtype == torch.float64
+    rows = by_staleness(sums)
     assert len(rows) == MAX + 2
     for age, row in enumerate(rows):
         chosen = batch.mask & ((staleness == age) if age <= MAX else (staleness > MAX))

@@ -15,7 +15,15 @@ from async_rl.algos.importance import (
     loglinear_proximal,
     normalize_weights,
 )
-from async_rl.algos.ratios import importance_ratio, keep_within, truncate
+from async_rl.algos.ratios import (
+    importance_ratio,
+    keep_within,
+    log_ratio,
+    sequence_max,
+    sequence_mean,
+    sequence_sum,
+    truncate,
+)
 from async_rl.config.schema import CorrectionConfig, Rejection
 from tests.algos.inputs import Packed, packed
 from tests.reference import importance as reference
@@ -112,6 +120,13 @@ def test_a_ratio_at_the_cap_is_not_truncated() -> None:
         assert int(sums["truncated"]) == truncated
 
 
+def test_a_ratio_at_the_veto_stays() -> None:
+    where = (torch.ones(1, dtype=torch.bool), torch.zeros(1, dtype=torch.int64), 1)
+    for ratio, kept in ((0.5, True), (0.4999, False)):
+        _, keep, _ = behavior_weight(CorrectionConfig(veto=0.5), torch.tensor([ratio]).log(), torch.zeros(1), *where)
+        assert bool(keep[0]) == kept
+
+
 def test_a_rejection_needs_a_bound() -> None:
     with pytest.raises(ValueError, match="`low` or `high`"):
         Rejection()
@@ -141,6 +156,22 @@ def test_unknown_level_names_the_known_ones() -> None:
         )
 
 
+def test_ratios_are_float32_whatever_comes_in() -> None:
+    mask = torch.ones(2, dtype=torch.bool)
+    for one in (torch.bfloat16, torch.float32, torch.float64):
+        for other in (torch.bfloat16, torch.float32, torch.float64):
+            result = log_ratio(torch.tensor([-1.0, -2.0], dtype=one), torch.tensor([-2.0, -2.5], dtype=other), mask)
+            torch.testing.assert_close(result, torch.tensor([1.0, 0.5]))
+
+
+def test_sequence_statistics_skip_masked_tokens() -> None:
+    values = torch.tensor([1.0, 99.0, 4.0, 7.0, float("nan")], dtype=torch.float64)
+    where = (torch.tensor([True, False, True, True, False]), torch.tensor([0, 0, 0, 2, 1]), 3)
+    torch.testing.assert_close(sequence_mean(values, *where), torch.tensor([2.5, 0.0, 7.0]))
+    torch.testing.assert_close(sequence_max(values, *where), torch.tensor([4.0, -torch.inf, 7.0]))
+    torch.testing.assert_close(sequence_sum(values[:4], where[1][:4], 3), torch.tensor([104.0, 0.0, 7.0]))
+
+
 def test_truncate_and_keep_within() -> None:
     ratio = torch.tensor([0.4, 0.5, 1.0, 2.0, 2.1])
     assert truncate(ratio, 2.0).tolist() == pytest.approx([0.4, 0.5, 1.0, 2.0, 2.0])
@@ -158,7 +189,7 @@ def test_effective_sample_size() -> None:
     assert effective_sample_size(torch.tensor([1.0, 0, 0, 0]), ones.bool()) == 0.25
     assert effective_sample_size(ones, torch.zeros(4, dtype=torch.bool)) is None
     assert effective_sample_size(0 * ones, ones.bool()) == 0.0
-    assert effective_sample_size(torch.full((4,), 4e8), ones.bool()) == pytest.approx(1.0)
+    assert effective_sample_size(torch.full((4,), 1e30), ones.bool()) == pytest.approx(1.0)
 
 
 def test_effective_sample_size_adds_over_micro_batches() -> None:
@@ -190,3 +221,5 @@ def test_loglinear_proximal() -> None:
     proximal = loglinear_proximal(logprobs, torch.full((4,), -3.0), torch.tensor([0, 1, 2, 4]))
     assert proximal.tolist() == pytest.approx([-1.0, -3.0, -2.0, -1.5])
     assert not proximal.requires_grad
+    rounded = loglinear_proximal(logprobs.bfloat16(), torch.full((4,), -3.0).bfloat16(), torch.tensor([0, 1, 2, 3]))
+    torch.testing.assert_close(rounded, torch.tensor([-1.0, -3.0, -2.0, -5 / 3]))

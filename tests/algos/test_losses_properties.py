@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -195,12 +196,18 @@ def test_the_behavior_weight_multiplies_or_is_ignored(config: Loss) -> None:
     assert torch.equal(weighted, plain * 0.5 if takes_behavior_weight(config) else plain)
 
 
-def test_no_gradient_reaches_the_behavior_weight() -> None:
+@each_loss
+def test_only_logprobs_and_entropy_get_a_gradient(config: Loss) -> None:
     batch = packed(7)
-    weight = torch.ones_like(batch.logprobs, requires_grad=True)
-    logprobs = batch.logprobs.clone().requires_grad_()
-    loss_function(DecoupledPpoLoss())(batch.inputs(logprobs, weight)).loss.sum().backward()
-    assert logprobs.grad is not None and weight.grad is None
+    inputs = inputs_of(batch, batch.logprobs)
+    leaves: dict[str, Any] = {
+        name: value.detach().clone().requires_grad_()
+        for name, value in vars(inputs).items()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    }
+    with_penalties(config, replace(inputs, **leaves)).loss.sum().backward()
+    assert {name for name, leaf in leaves.items() if leaf.grad is not None} == {"logprobs", "entropy"}
+    assert len(leaves) == 7
 
 
 @each_loss
@@ -225,6 +232,6 @@ def test_penalties_add_entropy_and_kl() -> None:
     torch.testing.assert_close(gradients[0], torch.where(batch.mask, -0.5, 0.0))
     torch.testing.assert_close(gradients[1], torch.where(batch.mask, 0.25 * difference, 0.0), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(output.diagnostics["kl"], torch.where(batch.mask, difference.square() / 2, 0.0))
-    assert "clipped_low" in output.diagnostics
+    assert "clipped_low" in output.diagnostics and not output.diagnostics["kl"].requires_grad
     without = penalized(plain, batch.inputs(logprobs), entropy_coefficient=0.0, kl_estimator="k2", kl_coefficient=0.0)
     assert torch.equal(without.loss, plain.loss)
