@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,4 +121,5 @@ def write_completions(run_dir: Path) -> Path | None:
 
 
 def _cell(value: Any) -> str:
-    return str(value).replace("\n", " ").replace("|", "\\|").strip() or "(empty)"
+    """Text as one cell shows it: on one line, and nothing in it is Markdown, HTML or mathematics."""
+    return re.sub(r"[\\`*_\[\]<|$]", r"\\\g<0>", " ".join(str(value).split())) or "(empty)"
