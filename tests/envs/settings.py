@@ -20,9 +20,11 @@ TEMPLATE = (
 )
 
 
-def character_tokenizer(template: str | None = None, single: str = "$A") -> PreTrainedTokenizerFast:
+def character_tokenizer(
+    template: str | None = None, single: str = "$A", characters: str = CHARACTERS
+) -> PreTrainedTokenizerFast:
     """One token per character; `single` says where the tokenizer itself adds <bos> and <eos>, as '<bos> $A'."""
-    vocabulary = {token: i for i, token in enumerate([PAD, BOS, EOS, *CHARACTERS])}
+    vocabulary = {token: i for i, token in enumerate([PAD, BOS, EOS, *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=None))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
