@@ -102,7 +102,13 @@ class Generator:
         self.last_heard = clock()
         self.heartbeat_s = config.transport.heartbeat_s
         self.heartbeat_timeout_s = config.transport.heartbeat_timeout_s
-        self._weight_work: asyncio.Queue[p.JoinEpoch | p.Publish | p.LoadSnapshot | p.RelabelVersion] = asyncio.Queue()
+        self._weight_work: asyncio.Queue[tuple[str | None, p.Message]] = asyncio.Queue()
+        """(run, message) in the order in which they came."""
+        self._weights_of: str | None = None
+        """Run whose message is being worked on."""
+        self._unanswered: frozenset[p.LeaseKey] = frozenset()
+        """What was unacknowledged at the last look for lost messages."""
+        self._looked_at = self.last_heard
         self._over: asyncio.Future[str] | None = None
 
     # --- life -------------------------------------------------------------------------------
@@ -135,13 +141,17 @@ class Generator:
         keys = tuple(self.work)
         for task in list(self.work.values()):
             task.cancel()
-        if self.run_id is not None and self.welcomed:
-            await self.client.send(p.Returned(run_id=self.run_id, keys=keys))
-            deadline = self.clock() + LEAVE_DEADLINE_S
-            while self.unacknowledged and self.clock() < deadline:
-                await asyncio.sleep(0.05)
-            await self.client.send(p.Goodbye(reason=reason))
-        self._finish(reason)
+        try:
+            if self.run_id is not None and self.welcomed:
+                await self.client.send(p.Returned(run_id=self.run_id, keys=keys))
+                deadline = self.clock() + LEAVE_DEADLINE_S
+                while self.unacknowledged and self.clock() < deadline:
+                    await asyncio.sleep(0.05)
+                await self.client.send(p.Goodbye(reason=reason))
+        except TimeoutError as error:
+            log.warning("leaving without a word: %s", error)
+        finally:
+            self._finish(reason)
 
     def _finish(self, reason: str) -> None:
         if self._over is not None and not self._over.done():
@@ -209,6 +219,17 @@ class Generator:
                     stats=self.stats(),
                 )
             )
+            await self._repeat_unanswered()
+
+    async def _repeat_unanswered(self) -> None:
+        """Send again what has waited long for its acknowledgement: a connection mended below us loses messages."""
+        now = self.clock()
+        if now - self._looked_at < self.heartbeat_timeout_s:
+            return
+        for key in self._unanswered:
+            if key in self.unacknowledged:
+                await self.client.send(self.unacknowledged[key])
+        self._unanswered, self._looked_at = frozenset(self.unacknowledged), now
 
     def stats(self) -> p.GeneratorStats:
         """Totals since the process started."""
@@ -246,7 +267,7 @@ class Generator:
                 for key in message.keys:
                     self._drop(key)
             case p.JoinEpoch() | p.Publish() | p.LoadSnapshot() | p.RelabelVersion():
-                self._weight_work.put_nowait(message)
+                self._weight_work.put_nowait((self.run_id, message))
             case p.Stop():
                 self._finish(message.reason)
             case _:
@@ -265,7 +286,7 @@ class Generator:
         self.heartbeat_s = message.heartbeat_s
         self.heartbeat_timeout_s = message.heartbeat_timeout_s
         self.welcomed = True
-        for finished in self.unacknowledged.values():
+        for finished in tuple(self.unacknowledged.values()):
             await self.client.send(finished)
 
     def _discard(self, belongs: Callable[[p.Finished], bool], why: str) -> None:
@@ -317,6 +338,10 @@ class Generator:
         self.slot_clock.change(+1)
         try:
             sample = await self.engine.sample(request)
+        except ValueError as error:
+            # The engine refuses this request and is well: the member fails, with the reason, and all others go on.
+            why = f"the engine refused the request: {' '.join(str(error).split())}"
+            return _trajectory(_NOTHING, "failed", None, why, "", self.clock() - started, 0.0)
         finally:
             self.slot_clock.change(-1)
         sampled = self.clock()
@@ -337,7 +362,9 @@ class Generator:
     async def _take_weights(self) -> None:
         """Joins, publications and snapshots in order; transfer errors are reported, engine errors are fatal."""
         while True:
-            message = await self._weight_work.get()
+            self._weights_of, message = await self._weight_work.get()
+            if self._weights_of != self.run_id:
+                continue  # Of a learner that is gone.
             try:
                 match message:
                     case p.JoinEpoch():
@@ -357,9 +384,9 @@ class Generator:
             await self.engine.join_epoch(message.info)
         except WeightsError as error:
             log.warning("could not join epoch %d: %s", message.info.epoch, error)
-            await self.client.send(p.EpochJoined(epoch=message.info.epoch, error=str(error)))
+            await self._report(p.EpochJoined(epoch=message.info.epoch, error=str(error)))
             return
-        await self.client.send(p.EpochJoined(epoch=message.info.epoch))
+        await self._report(p.EpochJoined(epoch=message.info.epoch))
 
     async def _publication(self, message: p.Publish) -> None:
         version = message.manifest.version
@@ -368,7 +395,7 @@ class Generator:
             checksum = await self.engine.receive(message.epoch, message.manifest, message.deadline_s)
         except WeightsError as error:
             log.warning("could not receive version %d: %s", version, error)
-            await self.client.send(
+            await self._report(
                 p.Received(
                     version=version,
                     epoch=message.epoch,
@@ -378,7 +405,7 @@ class Generator:
                 )
             )
             return
-        await self.client.send(
+        await self._report(
             p.Received(version=version, epoch=message.epoch, checksum=checksum, receive_s=self.clock() - started)
         )
         if checksum != message.manifest.checksum:
@@ -395,7 +422,11 @@ class Generator:
             path = await asyncio.to_thread(
                 fetch_snapshot, Path(message.path), message.url, message.manifest, message.deadline_s, into
             )
-            report = await self.engine.load_snapshot(path, message.manifest)
+            try:
+                report = await self.engine.load_snapshot(path, message.manifest)
+            finally:
+                if path.parent == into:
+                    path.unlink(missing_ok=True)  # Ours alone; one for each join would fill the disk.
         except WeightsError as error:
             log.warning("could not load the snapshot of version %d: %s", version, error)
             await self._loaded(version, None, 0.0, 0.0, "snapshot", error=str(error))
@@ -406,7 +437,7 @@ class Generator:
         self, version: int, checksum: str | None, load_s: float, paused_s: float, source: str, error: str | None = None
     ) -> None:
         self.paused_s += paused_s
-        await self.client.send(
+        await self._report(
             p.Loaded(
                 version=version,
                 checksum=checksum,
@@ -416,6 +447,16 @@ class Generator:
                 error=error,
             )
         )
+
+    async def _report(self, message: p.Message) -> None:
+        """Tell the learner that asked; one that has taken its place would believe that its own weights were meant."""
+        if self._weights_of == self.run_id:
+            await self.client.send(message)
+
+
+_NOTHING = Sample(
+    completion_ids=np.zeros(0, dtype=np.int32), logprobs=np.zeros(0, dtype=np.float32), versions=(), finish="aborted"
+)
 
 
 def _trajectory(
