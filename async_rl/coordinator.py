@@ -345,6 +345,7 @@ class Coordinator:
             case p.Heartbeat():
                 self._heartbeat(identity, name, incarnation, message, now)
             case p.Returned():
+                self.members.leaving(name)
                 self.ledger.return_leases(name, [k for k in message.keys if k.kind == "train"], now)
                 self.evaluations.return_leases(name, [k for k in message.keys if k.kind == "eval"], now)
                 self._work_changed = True

@@ -189,6 +189,10 @@ class Membership:
         member.last_seen, member.accepting, member.stats = now, heartbeat.accepting, heartbeat.stats
         return True
 
+    def leaving(self, name: str) -> None:
+        """The member gives its leases back and wants no other until a heartbeat says so."""
+        self._members[name].accepting = False
+
     def seen(self, name: str, now: float) -> bool:
         """Any other message is a sign of life too; False: no such member."""
         member = self._members.get(name)
