@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 
 TURN_S = 0.25
 """Longest sleep of a turn; deadlines are seen at this resolution."""
+MAX_LEASES = 32
+"""Leases of one message: hundreds of long rows would exceed what a message may hold."""
 MAX_SHOWN_ERRORS = 5
 """Failed members whose error is shown; later ones are only counted."""
 
@@ -192,11 +194,13 @@ class Coordinator:
         """Begin the publication of what is in the send buffers; `wait_for_publication` comes first."""
         self._call(lambda: self._start_publication(manifest, evaluate))
 
-    def wait_for_publication(self, deadline_s: float) -> None:
+    def wait_for_publication(self) -> None:
         """Return once no publication and no snapshot needs the send buffers.
 
-        Raises TimeoutError that says what is waited for, or what stopped the coordinator.
+        A round evicts whoever hangs and so ends by itself; waiting less than it may take would end the run for one
+        hung generator. Raises what stopped the coordinator, or TimeoutError that says what is waited for.
         """
+        deadline_s = self._ask(lambda: self.publications.longest_round_s(len(self.members)))
         deadline = time.monotonic() + deadline_s
         while not self._ask(lambda: self.publications.round is None and self._snapshot_jobs == 0):
             if time.monotonic() > deadline:
@@ -237,9 +241,12 @@ class Coordinator:
         self.http.close()
 
     def _call(self, action: Callable[[], None]) -> None:
-        if self._error is not None:
-            raise RuntimeError(f"the coordinator has stopped: {self._error}") from self._error
+        self._raise_end()
         self.server.call(action)
+
+    def _raise_end(self) -> None:
+        if self._error is not None or self._stop_reason is not None:
+            raise RuntimeError(f"the coordinator has stopped: {self._error or self._stop_reason}") from self._error
 
     def _ask(self, question: Callable[[], T], timeout_s: float = 30.0) -> T:
         """Run `question` on the coordinator's thread and return its answer."""
@@ -259,8 +266,7 @@ class Coordinator:
             try:
                 return answer.result(0.5)
             except TimeoutError:
-                if self._error is not None:
-                    raise RuntimeError(f"the coordinator has stopped: {self._error}") from self._error
+                self._raise_end()
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"the coordinator did not answer for {timeout_s:g} s") from None
 
@@ -478,7 +484,8 @@ class Coordinator:
             return
         self._work_changed = False
         for member, leases in self.leasing.hand_out(self.members.active(), now):
-            if not self._send(member, p.Leases(leases=tuple(leases))):
+            parts = (leases[i : i + MAX_LEASES] for i in range(0, len(leases), MAX_LEASES))
+            if not all(self._send(member, p.Leases(leases=tuple(part))) for part in parts):
                 self._gone(member.name, "its connection is gone")
         for name, key in [*self.ledger.take_cancelled(), *self.evaluations.take_cancelled()]:
             self._send_to(name, p.Cancelled(keys=(key,)))
@@ -539,6 +546,8 @@ class Coordinator:
         """Feed the outcome of a blocking job into the publication, on this thread."""
 
         def done(future: Future[float]) -> None:
+            if future.cancelled():
+                return  # The publisher is closed, and with it the run.
             error = future.exception()
             self.server.call(lambda: self._act(event(None if error is None else str(error))))
 
@@ -550,6 +559,8 @@ class Coordinator:
         self._snapshot_jobs += 1
 
         def written(future: Future[Path]) -> None:
+            if future.cancelled():
+                return
             self.server.call(lambda: self._snapshot_written(action, manifest, future))
 
         self.transfer.snapshot(manifest).add_done_callback(written)

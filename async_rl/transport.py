@@ -156,12 +156,12 @@ class Server:
 
     def wake(self) -> None:
         """Make a running or the next `poll` return soon; safe from every thread."""
-        # A full pipe means that enough wake-ups are waiting already.
-        with contextlib.suppress(BlockingIOError):
+        # A full pipe means that enough wake-ups are waiting already, a closed one that nobody polls any more.
+        with contextlib.suppress(OSError):
             self._wake_in.send(b"\0")
 
     def call(self, action: Callable[[], None]) -> None:
-        """Have `action` run by the thread that polls, before its `poll` returns; safe from every thread."""
+        """Have `action` run by the thread that polls, before its `poll` returns; never after `close`. Safe from every thread."""
         self._calls.put(action)
         self.wake()
 

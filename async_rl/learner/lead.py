@@ -122,10 +122,9 @@ class Lead:
 
     def publish(self, version: int, stream: Iterable[tuple[str, torch.Tensor]], evaluate: bool) -> None:
         """Copy a version into the send buffers and let the coordinator send it; returns once buffers are full."""
-        deadline_s = self.config.weights.deadline_s * 2
-        self.coordinator.wait_for_publication(deadline_s)
+        self.coordinator.wait_for_publication()
         started = time.monotonic()
-        manifest = self.publisher.fill(version, stream, deadline_s)
+        manifest = self.publisher.fill(version, stream, self.config.weights.deadline_s * 2)
         self._gather_s = time.monotonic() - started
         self.coordinator.publish(manifest, evaluate)
 
@@ -184,7 +183,7 @@ class Lead:
 
     def finish(self, step: int, evaluate: bool) -> None:
         """Last publication and evaluation, then the fleet is told to stop."""
-        self.coordinator.wait_for_publication(self.config.weights.deadline_s * 2)
+        self.coordinator.wait_for_publication()
         if evaluate:
             self._await_evaluations()
             if self.evaluated < step:

@@ -23,6 +23,10 @@ class PublicationSettings:
         """Seconds until silence counts as failure."""
         return self.deadline_s + self.grace_s
 
+    def longest_round_s(self, num_members: int) -> float:
+        """Seconds within which a round ends whatever happens; `Publication` says why."""
+        return ((num_members + self.max_retries + 1) * 2 + 1) * self.patience_s
+
 
 @dataclass(frozen=True)
 class JoinGroup:

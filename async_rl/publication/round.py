@@ -6,7 +6,8 @@ everyone in it has answered or its deadline has passed. Who was silent is evicte
 the bytes try again in a group of their own under a new epoch number, while the others load.
 
 Every stage has a deadline, and a repeated one either has fewer members or uses up a retry of each: a round of n members
-ends within (n + max_retries + 1) x 2 + 1 stages of at most deadline_s + grace_s, whatever comes or fails to come.
+ends within (n + max_retries + 1) x 2 + 1 stages of at most deadline_s + grace_s, whatever comes or fails to come
+(`PublicationSettings.longest_round_s`).
 """
 
 from __future__ import annotations

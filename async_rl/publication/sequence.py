@@ -110,6 +110,10 @@ class Publications:
         text = self.round.describe(now) if self.round else "no publication is under way"
         return f"{text}; loading a snapshot: {', '.join(sorted(self._loads))}" if self._loads else text
 
+    def longest_round_s(self, num_members: int) -> float:
+        """Seconds within which a round with so many members ends."""
+        return self._settings.longest_round_s(num_members)
+
     # --- parts ----------------------------------------------------------------------------------
 
     def _load(self, joiner: _Joiner, now: float) -> list[Action]:

@@ -129,14 +129,14 @@ class Learner:
             self.coordinator.trained()
             if step % self.config.staleness.publish_every == 0:
                 self._publish(step)
-        self.coordinator.wait_for_publication(20.0)
+        self.coordinator.wait_for_publication()
         while self.coordinator.evaluating():
             time.sleep(0.01)
         self.results = self.coordinator.take_evaluations()
         self.coordinator.stop("complete")
 
     def _publish(self, version: int) -> None:
-        self.coordinator.wait_for_publication(20.0)
+        self.coordinator.wait_for_publication()
         self.version = version
         self.coordinator.publish(manifest(self.run_id, version), evaluate=version in (0, 4))
 
