@@ -19,7 +19,7 @@ from async_rl.config import Config
 from async_rl.learner.batch import prepare_batch
 from async_rl.learner.lead import Lead
 from async_rl.learner.model import Policy, load_policy
-from async_rl.learner.ranks import RankContext, broadcast_bytes, init_ranks, spawn_ranks
+from async_rl.learner.ranks import RankContext, agree, broadcast_bytes, init_ranks, spawn_ranks
 from async_rl.learner.update import Updater
 from async_rl.metrics import Metrics
 from async_rl.protocol import decode_value, encode_value
@@ -63,6 +63,7 @@ class Loop:
         self.updater = Updater(policy, config, ctx)
         self.wire_dtype = config.weights.wire_dtype or config.model.dtype
         self._evaluated = 0
+        self._published = 0
 
     def run(self) -> None:
         """The whole run: version 0 is published and evaluated first, the last version is saved."""
@@ -118,6 +119,7 @@ class Loop:
     def _publish(self, version: int, evaluate: bool) -> float:
         """Gather on all ranks, hand over to the coordinator; returns the seconds that the learner was held."""
         started = time.monotonic()
+        self._published = version
         stream = self.policy.full_parameters(self.wire_dtype)
         if self.lead is None:
             for _ in stream:
@@ -127,8 +129,12 @@ class Loop:
         return time.monotonic() - started
 
     def _end(self, step: int, interrupted: _InterruptFlag) -> None:
+        # A signal may have reached one rank and not yet another; what follows is collective.
+        evaluate = agree(not interrupted.is_set()) and self.config.evaluation.every > 0
+        if evaluate and self._published < step:
+            self._publish(step, evaluate=False)
         if self.lead is not None:
-            self.lead.finish(step, evaluate=self.config.evaluation.every > 0 and not interrupted.is_set())
+            self.lead.finish(step, evaluate)
         if self.config.run.save_model and step > 0:
             self.policy.save_pretrained(f"{self.config.run.dir}/model")
         if self.lead is not None:

@@ -80,3 +80,8 @@ def test_evaluation_only(run: Run) -> None:
     rows = run.metrics()
     assert len(rows) == 1 and rows[0]["step"] == 0 and rows[0]["eval/num_problems"] == 8
     assert not (run.folder / "run" / "model").exists(), "nothing was trained"
+
+
+def test_the_last_version_is_published_and_evaluated_whatever_publish_every_is(run: Run) -> None:
+    run.wait(run.start("train", str(run.config), "run.steps=5", "staleness.publish_every=2", "evaluation.every=100"))
+    assert [row["eval/policy_version_min"] for row in run.metrics() if "eval/accuracy" in row] == [0, 5]
