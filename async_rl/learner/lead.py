@@ -163,10 +163,13 @@ class Lead:
     def _take_evaluations(self) -> None:
         for result in self.coordinator.take_evaluations():
             self._fresh_results.append(result)
-            self.evaluated = result.version
+            self.evaluated = max(self.evaluated, result.version)
             write_samples(self.run_dir / "evaluations", result)
             if result.accuracy is None:
-                self.console.message(f"version {result.version}: evaluation found nothing ({result.failed} failed)")
+                self.console.message(
+                    f"version {result.version}: evaluation found nothing ({result.failed} failed, {result.missing} "
+                    f"missing after {result.seconds:.1f} s; the limit is run.stall_timeout_s)"
+                )
                 continue
             self.accuracies.append((result.version, result.accuracy))
             error = "" if result.stderr is None else f" +- {result.stderr:.3f}"
@@ -177,18 +180,18 @@ class Lead:
 
     def _reached(self) -> bool:
         goal = self.config.run.stop_at_accuracy
-        return goal is not None and bool(self.accuracies) and self.accuracies[-1][1] >= goal
+        return goal is not None and bool(self.accuracies) and max(self.accuracies)[1] >= goal
 
     # --- the end ----------------------------------------------------------------------------
 
-    def finish(self, step: int, evaluate: bool) -> None:
-        """Last publication and evaluation, then the fleet is told to stop."""
+    def finish(self, step: int, evaluate: bool, stop: Callable[[], bool] = lambda: False) -> None:
+        """Last publication and evaluation, given up when `stop` says so; then the fleet is told to stop."""
         self.coordinator.wait_for_publication()
         if evaluate:
-            self._await_evaluations()
-            if self.evaluated < step:
+            self._await_evaluations(stop)
+            if self.evaluated < step and not stop():
                 self.coordinator.evaluate(step)
-                self._await_evaluations()
+                self._await_evaluations(stop)
         if self._fresh_results:
             final = Metrics()
             final.last("step", step)
@@ -196,9 +199,12 @@ class Lead:
             self._write(step, final)
         self.coordinator.stop("the run is complete")
 
-    def _await_evaluations(self) -> None:
+    def _await_evaluations(self, stop: Callable[[], bool]) -> None:
         """Rounds under way end by themselves: they have a deadline."""
         while self.coordinator.evaluating():
+            if stop():
+                self.console.message("interrupted: the evaluation of the last version is given up")
+                break
             time.sleep(0.05)
         self._take_evaluations()
 

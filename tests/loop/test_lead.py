@@ -1,0 +1,65 @@
+"""The end of a run on rank 0: every wait ends, and says why."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+
+from async_rl.evaluation import EvaluationResult, EvaluationSettings
+from async_rl.learner.lead import Lead
+from tests.loop.rig import Learner, make_config, manifest
+
+
+def make_lead(tmp_path: Path, deadline_s: float) -> tuple[Lead, list[str]]:
+    """Rank 0's part without a model; nobody is connected and version 0 is published."""
+    learner = Learner(make_config(tmp_path))
+    learner.coordinator.evaluations.settings = EvaluationSettings(samples=1, deadline_s=deadline_s)
+    notes: list[str] = []
+    lead = Lead.__new__(Lead)
+    lead.config, lead.run_dir, lead.coordinator = learner.config, tmp_path, learner.coordinator
+    lead.console = SimpleNamespace(message=notes.append, update=lambda *_: None)  # type: ignore[assignment]
+    lead.evaluated, lead.accuracies, lead.sinks = -1, [], []
+    lead.last_values, lead._fresh_results = {}, []
+    lead.coordinator.start()
+    lead.coordinator.publish(manifest("run-1", 0), evaluate=True)
+    return lead, notes
+
+
+async def test_the_last_evaluation_without_generators_ends_and_says_what_is_missing(tmp_path: Path) -> None:
+    lead, notes = make_lead(tmp_path, deadline_s=0.5)
+    async with asyncio.timeout(20):
+        await asyncio.to_thread(lead.finish, 0, True)
+    assert len(notes) == 1
+    assert re.fullmatch(r"version 0: evaluation found nothing \(0 failed, 6 missing after \d.\d s; .*_s\)", notes[0])
+
+
+async def test_a_signal_ends_the_wait_for_the_last_evaluation(tmp_path: Path) -> None:
+    """A supervisor kills 30 s after its signal; an evaluation may take run.stall_timeout_s."""
+    lead, notes = make_lead(tmp_path, deadline_s=1000.0)
+    polls = iter(range(10))
+    async with asyncio.timeout(20):
+        await asyncio.to_thread(lead.finish, 0, True, lambda: next(polls, 10) > 2)
+    assert notes == ["interrupted: the evaluation of the last version is given up"]
+    assert not lead.coordinator._thread.is_alive()
+
+
+def result(version: int, accuracy: float) -> EvaluationResult:
+    none: dict[str, Any] = {"stderr": None, "failed": 0, "missing": 0, "version_min": 0, "version_max": 0}
+    return EvaluationResult(version=version, accuracy=accuracy, scored=1, seconds=1.0, samples=(), **none)
+
+
+def test_a_slow_round_of_an_older_version_does_not_pass_for_the_newest(tmp_path: Path) -> None:
+    lead, _ = make_lead(tmp_path, deadline_s=1000.0)
+    lead.config = msgspec.structs.replace(
+        lead.config, run=msgspec.structs.replace(lead.config.run, stop_at_accuracy=0.9)
+    )
+    lead.coordinator._results = [result(6, 0.95), result(3, 0.1)]
+    lead._take_evaluations()
+    assert lead.evaluated == 6
+    assert lead._reached()
+    lead.coordinator.stop("test")
