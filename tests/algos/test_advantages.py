@@ -127,6 +127,11 @@ def test_reinforce_plus_plus_is_white_over_the_batch() -> None:
     assert reference.deviation(advantages, len(advantages)) == pytest.approx(1.0)
 
 
+def test_reinforce_plus_plus_with_group_baseline_gives_a_group_of_equal_rewards_nothing() -> None:
+    advantages = compute_batch_advantages(ReinforcePlusPlusAdvantage(), [[0.95] * 3, [1.0, 0.0]])
+    assert advantages[0] == [0.0] * 3 and advantages[1][0] == pytest.approx(0.5 / (0.1**0.5 + 1e-4))
+
+
 @pytest.mark.parametrize("reward", [float("nan"), float("inf")])
 def test_rewards_that_are_not_finite_are_refused(reward: float) -> None:
     with pytest.raises(ValueError, match="None"):

@@ -52,6 +52,14 @@ def test_on_policy_vtrace_is_the_discounted_return_and_gae_of_lambda_one() -> No
             assert targets[t] == pytest.approx(values[t] + whole[t])
 
 
+def test_vtrace_truncates_both_ratios_at_one_by_default() -> None:
+    ratios = [1.5, 3.0, 0.5]
+    rewards, values = [0.1, 0.2, 1.0], [0.3, -0.2, 0.4]
+    expected = reference.vtrace(rewards, values, ratios, [1, 1, 1], 0.9, 1.0, 1.0, 0.0)
+    actual = vtrace(rewards, values, [math.log(ratio) for ratio in ratios], [1, 1, 1], 0.9)
+    assert actual[0] == pytest.approx(expected[0]) and actual[1] == pytest.approx(expected[1])
+
+
 def test_vtrace_survives_huge_log_ratios() -> None:
     targets, advantages = vtrace([1.0, 1.0], [0.0, 0.0], [1e4, -1e4], [1, 1], 1.0)
     assert advantages == [1.0, 0.0]
