@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 STOP = b""
 """What rank 0 sends instead of a batch when there is nothing more to do."""
+WAIT = b"\0"
+"""What it sends while it waits, which may take longer than a collective of the other ranks is given."""
 
 
 class Interrupted(Exception):
@@ -83,11 +85,18 @@ class Loop:
 
     def _next_batch(self, step: int, interrupted: _InterruptFlag) -> tuple[TrajectoryGroup, ...] | None:
         if self.lead is None:
-            data = broadcast_bytes(None)
+            while (data := broadcast_bytes(None)) == WAIT:
+                pass
             return decode_value(data, tuple[TrajectoryGroup, ...]) if data != STOP else None
         groups: tuple[TrajectoryGroup, ...] | None = None
+
+        def stop() -> bool:
+            if self.ctx.world > 1:
+                broadcast_bytes(WAIT)
+            return interrupted.is_set()
+
         try:
-            groups = self.lead.next_batch(step, stop=interrupted.is_set)
+            groups = self.lead.next_batch(step, stop)
         finally:
             if self.ctx.world > 1:
                 broadcast_bytes(encode_value(groups) if groups is not None else STOP)
@@ -129,16 +138,17 @@ class Loop:
         return time.monotonic() - started
 
     def _end(self, step: int, interrupted: _InterruptFlag) -> None:
+        # First of all: no wait for generators, however it ends, may cost what was learned.
+        if self.config.run.save_model and step > 0:
+            self.policy.save_pretrained(f"{self.config.run.dir}/model")
         # A signal may have reached one rank and not yet another; what follows is collective.
         evaluate = agree(not interrupted.is_set()) and self.config.evaluation.every > 0
         if evaluate and self._published < step:
             self._publish(step, evaluate=False)
-        if self.lead is not None:
-            self.lead.finish(step, evaluate)
-        if self.config.run.save_model and step > 0:
-            self.policy.save_pretrained(f"{self.config.run.dir}/model")
-        if self.lead is not None:
-            self.lead.close()
+        if self.lead is None:
+            return  # Rank 0 alone says how the run ended: an exit code here would have it stopped while it writes.
+        self.lead.finish(step, evaluate, interrupted.is_set)
+        self.lead.close()
         if interrupted.is_set():
             raise KeyboardInterrupt
 

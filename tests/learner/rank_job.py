@@ -7,11 +7,13 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from async_rl.learner import ranks
 from async_rl.learner.ranks import RankContext, agree, broadcast_bytes, init_ranks
 from tests.learner.helpers import make_config, make_groups
 
@@ -47,12 +49,33 @@ def with_nan(batch: PreparedBatch) -> PreparedBatch:
     return dataclasses.replace(batch, behavior_logprobs=logprobs)
 
 
+class SlowLead:
+    """Waits for its batch three times as long as a collective may take, looking at the stop flag meanwhile."""
+
+    def next_batch(self, step: int, stop: Callable[[], bool]) -> Any:
+        deadline = time.monotonic() + 6.0
+        while time.monotonic() < deadline and not stop():
+            time.sleep(0.5)
+        return make_groups(seed=step)
+
+
+def long_wait(ctx: RankContext) -> list[int]:
+    """Tickets of the batch that a rank gets after a long wait."""
+    from async_rl.learner.loop import Loop, _InterruptFlag
+
+    loop = Loop.__new__(Loop)
+    loop.ctx, loop.lead = ctx, SlowLead() if ctx.rank == 0 else None  # type: ignore[assignment]
+    return [group.ticket for group in loop._next_batch(1, _InterruptFlag()) or ()]
+
+
 def main() -> None:
     job = json.loads(sys.argv[1])
     rank, out = int(os.environ["RANK"]), Path(job["out"])
     if job["task"] == "fail" and rank == 1:
         sys.exit(3)
-    ctx = init_ranks(make_config(run={"stall_timeout_s": 30.0}))
+    if job["task"] == "wait":
+        ranks.MARGIN_S = 1.0
+    ctx = init_ranks(make_config(run={"stall_timeout_s": 1.0 if job["task"] == "wait" else 30.0}))
     match job["task"]:
         case "train":
             result: Any = {name: train(run, ctx, out / name) for name, run in job["runs"].items()}
@@ -60,6 +83,8 @@ def main() -> None:
             text = broadcast_bytes(b"\x00batch" * 1000 if rank == 0 else None)
             result = [len(text), text[:6].hex(), broadcast_bytes(b"" if rank == 0 else None).hex()]
             result += [agree(True), agree(rank == 0)]
+        case "wait":
+            result = long_wait(ctx)
         case "fail" | "sleep":
             (out / f"pid{rank}").write_text(str(os.getpid()))
             time.sleep(60)

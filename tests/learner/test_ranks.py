@@ -100,6 +100,13 @@ def test_ranks_exchange_bytes_and_agree(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_batch_may_take_longer_than_a_collective(tmp_path: Path) -> None:
+    """Rank 0 waits as long as anything moves; the others must not run into the time limit of their collective."""
+    first, second = run_ranks(tmp_path, 2, task="wait")
+    assert first == second and first
+
+
+@pytest.mark.slow
 def test_the_first_error_stops_the_other_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

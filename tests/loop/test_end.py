@@ -1,0 +1,79 @@
+"""How the learner's ranks wait and end: what was learned is saved before anything that can fail or take long."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.learner import loop
+from async_rl.learner.ranks import RankContext
+from tests.loop.rig import make_config
+
+
+class Ends:
+    """Stands in for policy and lead: notes what the end of a run does, in order."""
+
+    def __init__(self, failure: Exception | None = None) -> None:
+        self.done: list[Any] = []
+        self.failure = failure
+
+    def save_pretrained(self, directory: str) -> None:
+        self.done.append("save")
+
+    def full_parameters(self, dtype: str) -> list[Any]:
+        return []
+
+    def publish(self, version: int, stream: Any, evaluate: bool) -> None:
+        self.done.append(f"publish {version}")
+
+    def finish(self, step: int, evaluate: bool, stop: Any) -> None:
+        self.done.append(f"finish {step} {evaluate}")
+        if self.failure is not None:
+            raise self.failure
+
+    def close(self) -> None:
+        self.done.append("close")
+
+
+def end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: Ends, *, rank: int = 0, interrupted: bool = False
+) -> None:
+    """The end of a run after step 3, of which version 2 was the last to be published."""
+    monkeypatch.setattr(loop, "agree", lambda ok: ok)
+    config = make_config(tmp_path, staleness={"max_staleness": 2, "publish_every": 2})
+    run = loop.Loop.__new__(loop.Loop)
+    run.config, run.ctx, run.policy = config, RankContext(rank, 2, "cpu"), parts  # type: ignore[assignment, arg-type]
+    run.lead, run.wire_dtype = parts if rank == 0 else None, "float32"  # type: ignore[assignment]
+    run._evaluated = run._published = 2
+    flag = loop._InterruptFlag()
+    flag._set = interrupted
+    run._end(3, flag)
+
+
+def test_the_last_version_is_saved_published_and_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = Ends()
+    end(tmp_path, monkeypatch, parts)
+    assert parts.done == ["save", "publish 3", "finish 3 True", "close"]
+
+
+def test_a_failing_last_evaluation_does_not_cost_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = Ends(TimeoutError("no answer"))
+    with pytest.raises(TimeoutError):
+        end(tmp_path, monkeypatch, parts)
+    assert parts.done[0] == "save"
+
+
+def test_an_interrupted_rank_0_says_so_after_it_has_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = Ends()
+    with pytest.raises(KeyboardInterrupt):
+        end(tmp_path, monkeypatch, parts, interrupted=True)
+    assert parts.done == ["save", "finish 3 False", "close"]
+
+
+def test_other_ranks_end_without_an_error_when_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exit code of theirs would have the launcher stop, and then kill, rank 0 while it writes the model."""
+    parts = Ends()
+    end(tmp_path, monkeypatch, parts, rank=1, interrupted=True)
+    assert parts.done == ["save"]
