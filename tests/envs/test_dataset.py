@@ -332,12 +332,13 @@ def test_a_restored_state_continues_exactly(seven_rows: Path, before: int, seed:
     "change", ["run.seed=1", "data.shuffle=false", "data.max_prompt_tokens=2", "data.eval_problems=2"]
 )
 def test_a_state_of_other_problems_is_refused(tmp_path: Path, change: str) -> None:
-    file = write_jsonl(tmp_path / "d.jsonl", [*numbered(9), {"prompt": "long", "answer": "9"}])
+    rows = [*numbered(9), {"prompt": "long", "answer": "9"}]
+    file = write_jsonl(tmp_path / "d.jsonl", rows)
     state = load(file).state()
     load(file, "data.epochs=5").restore(state)  # how often is not which
     with pytest.raises(ValueError, match=r"are not those of this configuration .* start a new run\.dir"):
         load(file, change).restore(state)
-    write_jsonl(file, [{**row, "answer": "changed"} for row in numbered(10)])
+    write_jsonl(file, [*rows[:-1], {**rows[-1], "answer": "changed"}])
     with pytest.raises(ValueError, match="are not those of this configuration"):
         load(file).restore(state)
 
@@ -361,6 +362,7 @@ def test_copies_of_held_out_prompts_are_not_trained_on(tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "d.jsonl", numbered(4) * 3)
     problems = load(file, "data.eval_problems=1")
     (held_out,) = problems.eval_problems()
+    assert held_out.id in {f"d:{line}" for line in range(1, 5)}, "the first of the copies"
     assert problems.dropped == {"same_prompt_as_held_out": 2} and problems.num_problems == 9
     assert held_out.prompt not in draw(problems, 20)
 
