@@ -29,6 +29,7 @@ TOWER = r"\boxed{9^{9^{9^{9^{9}}}}}"
         (r"\boxed{\boxed{7}}", "7"),
         (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
         (r"\boxed{\left\{ x \right\}} and {more}", r"\left\{ x \right\}"),
+        (r"\boxed{\left\{ x \right.} and more", r"\left\{ x \right."),
         (r"\boxed{\begin{matrix}1\\{2}\\\end{matrix}}", r"\begin{matrix}1\\{2}\\\end{matrix}"),
         (r"\boxed{a\\}", r"a\\"),
         ("\\boxed{two\nlines}", "two\nlines"),
@@ -70,6 +71,7 @@ def test_gsm8k_answer_is_the_first_number_after_the_last_mark(text: str, expecte
         ("The answer is 7.", "7"),
         ("It is 2,125, then", "2,125"),
         ("1, 2, 3", "3"),
+        ("3,4567", "4567"),
         ("it costs $1,234.50.", "$1,234.50"),
         ("from -$5", "-$5"),
         ("$-5", "$-5"),
@@ -139,7 +141,7 @@ def test_gsm8k_numbers_are_read_whole(text: str, expected: Fraction | int) -> No
 
 
 @pytest.mark.parametrize(
-    "text", ["", ".", "-", "1/0", "1,2", "12,34", "1 2", "5 apples", "x", "1e5", "0x10", "nan", "\u0665"]
+    "text", ["", ".", "-", "1/0", "1,2", "12,34", "3,4567", "1 2", "5 apples", "x", "1e5", "0x10", "nan", "\u0665"]
 )
 def test_other_texts_are_no_number(text: str) -> None:
     assert to_number(text) is None
