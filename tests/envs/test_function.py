@@ -21,6 +21,9 @@ from tests.loop.rig import make_config as make_loop_config
 
 REWARDS = """
 import asyncio
+import os
+import time
+from pathlib import Path
 import helper
 
 def by_answer(completion, answer):
@@ -44,6 +47,18 @@ async def many_at_once(completion, answer):
         await asyncio.sleep(0)
         return helper.same(c, a)
     return await asyncio.gather(*map(score, completion, answer))
+
+def sizes(completion):
+    return [len(completion)] * len(completion)
+
+def meet(completion, answer):
+    # 1 when another process runs it at the same time: both see each other's file.
+    Path(answer, str(os.getpid())).touch()
+    for _ in range(500):
+        if len(list(Path(answer).iterdir())) == 2:
+            return 1
+        time.sleep(0.01)
+    return 0
 
 def picky(completion):
     return None if int(completion.split()[0]) % 4 == 0 else 1.0
@@ -97,6 +112,14 @@ async def test_single_and_batch_sync_and_async_give_the_same(name: str, batch: b
         (1, None),
         (0, None),
     ]
+
+
+async def test_workers_and_batch_size_are_those_of_the_settings(tmp_path: Path) -> None:
+    async with environment("rewards.py:sizes", "rewards.max_batch=2", batch=True) as built:
+        assert max(result.value or 0 for result in await score_all(built, ["a"] * 9)) == 2
+    (tmp_path / "met").mkdir()
+    async with environment("rewards.py:meet", "rewards.workers=2", "rewards.timeout_s=60") as built:
+        assert [result.value for result in await score_all(built, [str(tmp_path / "met")] * 2)] == [1, 1]
 
 
 async def test_reward_number_is_read_whole_and_nan_fails() -> None:
