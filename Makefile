@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
 PIP_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart real gsm8k test lint format docs clean
+.PHONY: help setup quickstart real gsm8k test mutate lint format docs clean
 
 help: ## Show this list.
 	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -28,6 +28,9 @@ gsm8k: setup ## Evaluate SmolLM2-135M on 100 GSM8K problems with the math reward
 
 test: setup ## Run all tests, fast and slow.
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+mutate: setup ## Break the formulas one by one and see that the tests notice (tens of minutes).
+	$(BIN)/python -m tests.mutate
 
 lint: setup ## Check style and types.
 	$(BIN)/ruff check .
