@@ -161,7 +161,10 @@ class Server:
             self._wake_in.send(b"\0")
 
     def call(self, action: Callable[[], None]) -> None:
-        """Have `action` run by the thread that polls, before its `poll` returns; never after `close`. Safe from every thread."""
+        """Have `action` run by the thread that polls, before its `poll` returns, never after `close`.
+
+        Safe from every thread.
+        """
         self._calls.put(action)
         self.wake()
 

@@ -1,6 +1,6 @@
 """The loop that people write first: synchronous GRPO with transformers' generate, in 60 lines, on the same problems.
 
-    python -m benchmarks.plain_loop configs/real.toml 'environment.kinds=["sum"]' --output benchmarks/results/plain_loop.json
+    python -m benchmarks.plain_loop configs/real.toml 'environment.kinds=["sum"]' --output RESULT.json
 
 A peer for the real run: same model, problems, batch, learning rate and held-out set, all cores for both halves.
 It ends when held-out accuracy reaches --goal; the result is the time until then.
