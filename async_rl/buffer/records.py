@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from async_rl.config import Config
 from async_rl.protocol import LeaseKey, Problem, Trajectory
 from async_rl.staleness import Overdue, run_ahead
 
@@ -44,6 +45,20 @@ class LedgerSettings(msgspec.Struct, frozen=True, kw_only=True):
                 f"{self.overdue!r} gives run_ahead = {self.run_ahead}: the learner would wait forever for its batch; "
                 f"the smallest max_staleness that works is {needed}"
             )
+
+    @classmethod
+    def of(cls, config: Config) -> LedgerSettings:
+        """The ledger's part of a run's settings."""
+        return cls(
+            batch_groups=config.learner.batch_groups,
+            group_size=config.sampling.group_size,
+            max_staleness=config.staleness.max_staleness,
+            publish_every=config.staleness.publish_every,
+            overdue=config.staleness.overdue,
+            reorder_window=config.staleness.reorder_window,
+            max_attempts=config.rewards.max_attempts,
+            total_steps=config.run.steps,
+        )
 
     @property
     def window(self) -> int | None:

@@ -47,7 +47,7 @@ class Lead:
         for reason, number in self.problems.dropped.items():
             self.console.message(f"{number} problems are not used: {reason}")
         self.publisher = Publisher(config, self.run_id, device, config.transport.host)
-        ledger = Ledger(ledger_settings(config), self.problems.draw)
+        ledger = Ledger(LedgerSettings.of(config), self.problems.draw)
         evaluations = Evaluations(
             EvaluationSettings(
                 samples=config.evaluation.samples,
@@ -227,17 +227,3 @@ class Lead:
         for sink in self.sinks:
             sink.close()
         self.console.close()
-
-
-def ledger_settings(config: Config) -> LedgerSettings:
-    """The ledger's part of the settings."""
-    return LedgerSettings(
-        batch_groups=config.learner.batch_groups,
-        group_size=config.sampling.group_size,
-        max_staleness=config.staleness.max_staleness,
-        publish_every=config.staleness.publish_every,
-        overdue=config.staleness.overdue,
-        reorder_window=config.staleness.reorder_window,
-        max_attempts=config.rewards.max_attempts,
-        total_steps=config.run.steps,
-    )

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from async_rl.buffer import Ledger, TrajectoryGroup
+from async_rl.buffer import Ledger, LedgerSettings, TrajectoryGroup
 from async_rl.config import Config
 from async_rl.coordinator import Coordinator
 from async_rl.engines.simulated import SimulatedEngine
@@ -87,7 +87,7 @@ class Learner:
         self.notes: list[str] = []
         self.batches: list[tuple[TrajectoryGroup, ...]] = []
         self.results: list[Any] = []
-        self.ledger = Ledger(_settings(config), draw or (lambda: problem(next(counter))))
+        self.ledger = Ledger(LedgerSettings.of(config), draw or (lambda: problem(next(counter))))
         evaluations = Evaluations(EvaluationSettings(samples=1, deadline_s=20.0))
         self.coordinator = Coordinator(
             config=config,
@@ -165,21 +165,6 @@ class Learner:
             for group in batch
             for member in group.members
         ]
-
-
-def _settings(config: Config) -> Any:
-    from async_rl.buffer import LedgerSettings
-
-    return LedgerSettings(
-        batch_groups=config.learner.batch_groups,
-        group_size=config.sampling.group_size,
-        max_staleness=config.staleness.max_staleness,
-        publish_every=config.staleness.publish_every,
-        overdue=config.staleness.overdue,
-        reorder_window=config.staleness.reorder_window,
-        max_attempts=config.rewards.max_attempts,
-        total_steps=config.run.steps,
-    )
 
 
 class Numbers:
