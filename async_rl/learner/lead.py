@@ -149,14 +149,25 @@ class Lead:
         self._write(step, metrics)
 
     def _write(self, step: int, metrics: Metrics) -> None:
-        for result in self._fresh_results:
-            record_evaluation(metrics, result)
-        self._fresh_results.clear()
+        results, self._fresh_results = self._fresh_results, []
+        for result in results[:-1]:  # Two rounds ended within one step: a line holds one.
+            self._write_evaluation(step, result)
+        if results:
+            record_evaluation(metrics, results[-1])
         values = metrics.resolve()
         self.last_values = {**self.last_values, **values}
         for sink in self.sinks:
             sink.write(step, values)
         self.console.update(step, self.last_values, self.coordinator.status())
+
+    def _write_evaluation(self, step: int, result: EvaluationResult) -> None:
+        """A line of metrics with nothing but a round's result."""
+        metrics = Metrics()
+        metrics.last("step", step)
+        metrics.last("policy_version", step)
+        record_evaluation(metrics, result)
+        for sink in self.sinks:
+            sink.write(step, metrics.resolve())
 
     # --- evaluation -------------------------------------------------------------------------
 

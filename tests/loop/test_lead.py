@@ -12,6 +12,7 @@ import msgspec
 
 from async_rl.evaluation import EvaluationResult, EvaluationSettings
 from async_rl.learner.lead import Lead
+from async_rl.metrics import Metrics
 from tests.loop.rig import Learner, make_config, manifest
 
 
@@ -63,3 +64,14 @@ def test_a_slow_round_of_an_older_version_does_not_pass_for_the_newest(tmp_path:
     assert lead.evaluated == 6
     assert lead._reached()
     lead.coordinator.stop("test")
+
+
+def test_two_rounds_that_end_within_one_step_have_a_line_each(tmp_path: Path) -> None:
+    lead, _ = make_lead(tmp_path, deadline_s=1.0)
+    rows: list[dict[str, float]] = []
+    sink: Any = SimpleNamespace(write=lambda step, values: rows.append(dict(values)))
+    lead.sinks = [sink]
+    lead._fresh_results = [result(3, 0.25), result(6, 0.75)]
+    lead._write(7, Metrics())
+    lead.coordinator.stop("test")
+    assert [row["eval/accuracy"] for row in rows] == [0.25, 0.75]
