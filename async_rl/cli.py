@@ -232,7 +232,15 @@ def _fail_at_run_time(error: Exception) -> int:
 
 def main() -> None:
     """Entry point of `async-rl`."""
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # One of several ranks: threads of torch's process groups can abort an interpreter that shuts down ("terminate
+        # called without an active exception"), and a run that is complete would end as a failure.
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

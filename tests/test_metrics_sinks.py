@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -61,7 +62,10 @@ def test_wandb_works_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         sink.write(1, {"reward/mean": 0.4375})
         sink.close()
     (record,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    written = record.read_bytes()
+    deadline = time.monotonic() + 30
+    while b"offline-test" not in (written := record.read_bytes()) or b"reward/mean" not in written:
+        assert time.monotonic() < deadline, written  # Its own process writes the file, after finish too.
+        time.sleep(0.1)
     assert b"reward/mean" in written and b"0.4375" in written
     assert b"offline-test" in written
 

@@ -101,7 +101,8 @@ def load_function(path: str) -> Callable[..., Any]:
         module = importlib.import_module(module_path)
     function = getattr(module, name, None)
     if not callable(function):
-        names = sorted(n for n, value in vars(module).items() if callable(value) and not n.startswith("_"))
+        own = {n: v for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__}
+        names = sorted(n for n, value in own.items() if callable(value) and not n.startswith("_"))
         raise ValueError(
             f"reward {path!r}: {module_path} has no function {name!r}; it has {', '.join(names) or 'none'}"
         )

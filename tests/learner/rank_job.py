@@ -8,12 +8,13 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch.distributed as dist
 
-from async_rl.learner import ranks
 from async_rl.learner.ranks import RankContext, agree, broadcast_bytes, init_ranks
 from tests.learner.helpers import make_config, make_groups
 
@@ -73,9 +74,9 @@ def main() -> None:
     rank, out = int(os.environ["RANK"]), Path(job["out"])
     if job["task"] == "fail" and rank == 1:
         sys.exit(3)
-    if job["task"] == "wait":
-        ranks.MARGIN_S = 1.0
-    ctx = init_ranks(make_config(run={"stall_timeout_s": 1.0 if job["task"] == "wait" else 30.0}))
+    ctx = init_ranks(make_config(run={"stall_timeout_s": 30.0}))
+    if job["task"] == "wait":  # Only now: two processes may start further apart than this.
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), ctx.group)
     match job["task"]:
         case "train":
             result: Any = {name: train(run, ctx, out / name) for name, run in job["runs"].items()}
@@ -90,6 +91,7 @@ def main() -> None:
             time.sleep(60)
     (out / f"rank{rank}.json").write_text(json.dumps(result))
     ctx.close()
+    os._exit(0)  # As the command line ends a rank, and for the same reason.
 
 
 if __name__ == "__main__":
