@@ -57,14 +57,16 @@ def read_accuracies(run_dir: Path) -> list[Accuracy]:
 
 
 def side_by_side(run_dir: Path, count: int = 10) -> list[tuple[Row, Row]]:
-    """The first `count` held-out problems with their completions at the first and the last evaluated version."""
+    """`count` held-out problems, spread evenly, with their completions at the first and the last evaluated version."""
     files = sorted((run_dir / "evaluations").glob("version-*.jsonl"))
     if len(files) < 2:
         return []
     before = {row["problem"]: row for row in reversed(read_rows(files[0]))}
     after = {row["problem"]: row for row in reversed(read_rows(files[-1]))}
     shared = [problem for problem in reversed(before) if problem in after]
-    return [(before[problem], after[problem]) for problem in shared[:count]]
+    # Kinds of problem stand one after the other in the file: the first few would be all of one kind.
+    chosen = shared[:: max(1, len(shared) // count)][:count]
+    return [(before[problem], after[problem]) for problem in chosen]
 
 
 def weighted(rows: Sequence[Row], key: str, weight: str) -> float | None:

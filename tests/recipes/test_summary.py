@@ -60,6 +60,12 @@ def test_side_by_side_pairs_the_first_samples_of_the_first_and_the_last_version(
     assert len(side_by_side(tmp_path, count=1)) == 1
 
 
+def test_side_by_side_shows_every_part_of_the_held_out_set(tmp_path: Path) -> None:
+    for version in (0, 1):
+        write_evaluation(tmp_path, version, [sample(f"p{i}", 0.0) for i in range(25)])
+    assert [old["problem"] for old, _ in side_by_side(tmp_path, count=5)] == ["p0", "p5", "p10", "p15", "p20"]
+
+
 @pytest.mark.parametrize(
     ("completion", "cell"),
     [
