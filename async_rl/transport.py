@@ -193,7 +193,8 @@ class Server:
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            self._greeted.discard(identity)
+            # What it sent before it went may still be waiting here (its last results, its goodbye): it stays known
+            # until the coordinator forgets it.
             self.undelivered["vanished"] += 1
             return False
         return True
