@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from async_rl import protocol as p
-from async_rl.addresses import join_address
+from async_rl.addresses import join_address, split_address
 from async_rl.config import Config, ConfigError
 from async_rl.config.threads import generator_threads
 from async_rl.engines import build_engine
@@ -496,6 +496,7 @@ def run_generator(config: Config, learner: str | None, name: str | None) -> int:
     Raises ConfigError when the learner refuses it, ConnectionError when none answers, EngineError when the engine dies.
     """
     address = learner or join_address(config.transport.host, config.transport.port)
+    split_address(address)  # Before an engine is started for nothing.
     return asyncio.run(_serve(config, address, name or default_name()))
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from async_rl import protocol as p
 from async_rl.engines.base import LoadReport, Sample, SampleRequest
+from async_rl.generator import run_generator
 from async_rl.transport import Client
 from tests.loop.rig import Learner, Worker, fleet, make_config, manifest
 from tests.loop.test_fleet import check_account
@@ -187,3 +188,8 @@ async def test_a_generator_leaves_although_the_learner_reads_nothing(tmp_path: P
         await generator.leave("asked to")
         assert await generator._over == "asked to"
     await worker.close()
+
+
+def test_a_malformed_address_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'nohost' is not HOST:PORT"):
+        run_generator(make_config(tmp_path, model={"path": "there is no model"}), "nohost", None)
