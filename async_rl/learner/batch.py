@@ -17,6 +17,7 @@ from async_rl.algos.advantages import compute_batch_advantages
 from async_rl.config import Config
 from async_rl.config.schema import StalenessConfig
 from async_rl.metrics import Metrics
+from async_rl.staleness import staleness_per_token
 
 if TYPE_CHECKING:
     from async_rl.buffer import TrajectoryGroup
@@ -152,12 +153,10 @@ def _sequence(
 
 
 def token_staleness(trajectory: Trajectory, step: int) -> np.ndarray:
-    """(step - 1) - version of each completion token, int64 [L]."""
-    spans = trajectory.versions
-    versions = np.repeat([s.version for s in spans], [s.end - s.start for s in spans]).astype(np.int64)
-    assert len(versions) == len(trajectory.completion_ids), "version spans do not cover the completion"
-    staleness = (step - 1) - versions
-    assert (staleness >= 0).all(), f"a token of version {versions.max()} cannot be trained in step {step}"
+    """Staleness of each completion token in `step`, int64 [L], checked against what can have been sampled."""
+    staleness = staleness_per_token(step, trajectory.versions).astype(np.int64)
+    assert len(staleness) == len(trajectory.completion_ids), "version spans do not cover the completion"
+    assert (staleness >= 0).all(), f"a token of staleness {staleness.min()} cannot be trained in step {step}"
     return staleness
 
 

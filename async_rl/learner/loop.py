@@ -32,10 +32,6 @@ WAIT = b"\0"
 """What it sends while it waits, which may take longer than a collective of the other ranks is given."""
 
 
-class Interrupted(Exception):
-    """SIGINT or SIGTERM: finish what is under way, stop the fleet, leave."""
-
-
 def run_learner(config: Config, resolved_from: str) -> int:
     """Run the learner of `config`; 0 when all steps are done. Raises on run-time failures."""
     if config.learner.ranks > 1 and "WORLD_SIZE" not in os.environ:
