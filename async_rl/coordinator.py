@@ -437,7 +437,7 @@ class Coordinator:
             except p.ProtocolError as error:
                 self.server.refused["impossible_versions"] += 1
                 log.error("refused a trajectory of %s: %s", name, error)
-        self.meter.arrived(trajectory, wanted=outcome == "stored")
+        self.meter.arrived(trajectory, key.kind, wanted=outcome == "stored")
         if outcome == "stored" and trajectory.status == "failed":
             self._show_error(name, key, trajectory)
         self.server.send(identity, p.Acknowledged(key=key, outcome=outcome))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Literal
 
 import msgspec
 
@@ -19,6 +20,7 @@ class FleetMeter:
         """Sums over all processes that ever were."""
         self._collected: Counter[str] = Counter()
         self._generated_tokens = self._dropped_tokens = 0
+        self._rewards: list[float] = []
 
     def update(self, name: str, incarnation: str, stats: GeneratorStats) -> None:
         """New totals of one process."""
@@ -31,10 +33,12 @@ class FleetMeter:
         """The process is gone; its totals stay counted."""
         self._last.pop((name, incarnation), None)
 
-    def arrived(self, trajectory: Trajectory, wanted: bool) -> None:
+    def arrived(self, trajectory: Trajectory, kind: Literal["train", "eval"], wanted: bool) -> None:
         """A trajectory came in; an unwanted one (late, duplicate, of a lost future) counts as dropped."""
         self._generated_tokens += len(trajectory.completion_ids)
         self._dropped_tokens += 0 if wanted else len(trajectory.completion_ids)
+        if wanted and kind == "train" and trajectory.reward is not None:
+            self._rewards.append(trajectory.reward)
 
     def collect(self, elapsed_s: float) -> Metrics:
         """Rates over the `elapsed_s` seconds since the last call."""
@@ -45,5 +49,7 @@ class FleetMeter:
         metrics.mean("throughput/dropped_tokens_per_s", self._dropped_tokens, elapsed_s)
         if delta["slot_s"] > 0:
             metrics.mean("generator/idle_share", delta["idle_slot_s"], delta["slot_s"])
+        metrics.mean("reward/sampled_mean", sum(self._rewards), len(self._rewards))
         self._generated_tokens = self._dropped_tokens = 0
+        self._rewards.clear()
         return metrics

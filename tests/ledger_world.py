@@ -25,7 +25,9 @@ def make_problem(index: int) -> Problem:
     return Problem(id=str(index), prompt="p", prompt_ids=np.array([index], np.int32))
 
 
-def make_trajectory(first: int, last: int | None = None, status: TrajectoryStatus = "complete") -> Trajectory:
+def make_trajectory(
+    first: int, last: int | None = None, status: TrajectoryStatus = "complete", reward: float = 1.0
+) -> Trajectory:
     """Two tokens, sampled by versions `first` and `last`; none if it failed."""
     if status == "failed":
         return Trajectory(
@@ -45,7 +47,7 @@ def make_trajectory(first: int, last: int | None = None, status: TrajectoryStatu
         completion_mask=MASK,
         behavior_logprobs=LOGPROBS,
         versions=spans,
-        reward=1.0,
+        reward=reward,
     )
 
 
@@ -108,6 +110,8 @@ class World:
         self.dropped_in_batch = 0
         self.answered: set[tuple[str, LeaseKey]] = set()
         self.worst_staleness = 0
+        self.refills = 0
+        """Groups dropped for equal rewards since the last batch was taken."""
         self.ledger: Any = self._new_ledger()
         self.saved = self._remember()
         self.join()
@@ -206,7 +210,7 @@ class World:
         if live and self.rng.random() < 0.3:
             ticket = self.rng.choice(live)
             self.dropped_in_batch += ticket in in_batch
-            self.ledger.drop(ticket, "zero_variance")
+            self.ledger.drop(ticket, "by_hand")
 
     def take(self) -> None:
         """The learner takes a batch, if there is one."""
@@ -221,6 +225,7 @@ class World:
         self.batch = self.ledger.take_batch(self.now)
         assert (None if self.batch is None else [group.ticket for group in self.batch]) == expected
         for group in self.batch or ():
+            self.refills = 0
             self._check_group(group)
 
     def train(self) -> None:
@@ -343,16 +348,21 @@ class World:
 
     def _send(self, generator: Generator, key: LeaseKey, status: TrajectoryStatus) -> None:
         first = generator.work.pop(key)
-        trajectory = make_trajectory(first, self.rng.randint(first, max(first, generator.version)), status)
+        last, reward = self.rng.randint(first, max(first, generator.version)), float(self.rng.random() < 0.3)
+        trajectory = make_trajectory(first, last, status, reward)
         generator.sent = [*generator.sent[-5:], (key, trajectory)]
         self._finish(generator.name, key, trajectory)
 
     def _finish(self, owner: str, key: LeaseKey, trajectory: Trajectory) -> str:
         before, failures = self.ledger.counts(), self.ledger.events["failed_attempts"]
+        refilled = before.dropped.get("zero_variance", 0)
         answer = self.ledger.finish(owner, key.ticket, key.member, key.attempt, trajectory, self.now)
         if answer != "stored":
             assert self.ledger.counts() == before, f"a {answer} result changed an account"
             assert self.ledger.events["failed_attempts"] == failures, f"a {answer} result used up an attempt"
+        if self.ledger.counts().dropped.get("zero_variance", 0) > refilled:
+            self.refills += 1
+            assert self.refills <= self.settings.max_refills, "more groups refilled than allowed for a batch"
         if (owner, key) in self.answered:
             assert answer == "duplicate", f"a repeated result was {answer}"
         elif answer == "stored":
@@ -383,11 +393,12 @@ class World:
             bound = settings.run_ahead + -(-((settings.window or 1) - 1) // settings.batch_groups)
             assert max(ages) <= bound <= settings.max_staleness, f"staleness {max(ages)} above the bound {bound}"
 
-    def _remember(self) -> tuple[bytes, list[int], dict[int, int], int]:
-        return self.ledger.state(), list(self.trained), dict(self.position_at_issue), self.dropped_in_batch
+    def _remember(self) -> tuple[bytes, list[int], dict[int, int], int, int]:
+        where = (list(self.trained), dict(self.position_at_issue), self.dropped_in_batch, self.refills)
+        return self.ledger.state(), *where
 
-    def _resume(self, saved: tuple[bytes, list[int], dict[int, int], int]) -> None:
-        data, trained, positions, dropped_in_batch = saved
+    def _resume(self, saved: tuple[bytes, list[int], dict[int, int], int, int]) -> None:
+        data, trained, positions, dropped_in_batch, self.refills = saved
         self.ledger = self._new_ledger()
         self.ledger.restore(data)
         self.trained, self.position_at_issue = list(trained), dict(positions)
@@ -418,6 +429,7 @@ def random_settings(rng: random.Random) -> LedgerSettings:
                 publish_every=rng.randint(1, 3),
                 overdue=rng.choice(("mask", "wait", "wait", "keep")),
                 reorder_window=rng.choice((None, 1, 2, 3, 5, 9)),
+                max_refills=rng.choice((0, 0, 1, 2, 6)),
                 max_attempts=rng.randint(1, 3),
                 max_losses=rng.choice((2, 16)),
                 total_steps=rng.choice((None, 4, 12)),

@@ -237,3 +237,7 @@ def test_nearest(name: str, candidates: list[str], expected: str | None) -> None
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "*", ""])
 def test_a_wildcard_host_is_refused_because_generators_are_given_it(host: str) -> None:
     assert "name the address of this machine" in refusal(f'transport.host="{host}"', "transport.insecure=true")
+
+
+def test_refills_of_groups_of_one_are_refused() -> None:
+    assert "the rewards of every group are equal" in refusal("sampling.group_size=1", "sampling.max_refills=1")

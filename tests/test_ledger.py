@@ -24,9 +24,14 @@ def make_ledger(num_problems: int | None = None, **settings) -> Ledger:  # type:
 
 
 def finish(
-    ledger: Ledger, lease: MemberLease, owner: str = "a", version: int = 0, status: TrajectoryStatus = "complete"
+    ledger: Ledger,
+    lease: MemberLease,
+    owner: str = "a",
+    version: int = 0,
+    status: TrajectoryStatus = "complete",
+    reward: float = 1.0,
 ) -> str:
-    trajectory = make_trajectory(version, status=status)
+    trajectory = make_trajectory(version, status=status, reward=reward)
     return ledger.finish(owner, lease.ticket, lease.member, lease.attempt, trajectory, 1.0)
 
 
@@ -407,6 +412,58 @@ def test_groups_dropped_from_a_batch_do_not_raise_admission() -> None:
     ledger.trained(batch)
     assert ledger.counts().trained == 1 and ledger.counts().dropped == {"zero_variance": 1}
     assert len(ledger.lease("a", 1, 100, 0.0)) == 2
+
+
+def finish_group(ledger: Ledger, rewards: list[float]) -> None:
+    for lease, reward in zip(ledger.lease("a", ledger.steps, len(rewards), 0.0), rewards, strict=True):
+        finish(ledger, lease, version=ledger.steps, reward=reward)
+
+
+def test_groups_with_equal_rewards_are_refilled_up_to_the_limit_of_each_batch() -> None:
+    ledger = make_ledger(max_staleness=0, max_refills=2)
+    for rewards in ([1.0, 1.0], [0.5, 1.0], [0.0, 0.0]):
+        finish_group(ledger, rewards)
+    assert (ledger.counts().buffered, ledger.counts().dropped) == (1, {"zero_variance": 2})
+    finish_group(ledger, [1.0, 1.0])  # The limit is reached: equal rewards train as they are.
+    batch = ledger.take_batch(0.0)
+    assert batch is not None
+    assert [group.ticket for group in batch] == [1, 3]
+    ledger.trained(batch)
+    finish_group(ledger, [1.0, 1.0])
+    assert ledger.counts().dropped == {"zero_variance": 3}, "the next batch has a limit of its own"
+    ledger.check()
+
+
+def test_without_refills_groups_with_equal_rewards_train() -> None:
+    ledger = make_ledger()
+    run(ledger, 3)
+    assert (ledger.counts().trained, ledger.counts().dropped) == (6, {})
+
+
+def test_one_usable_member_is_a_group_of_equal_rewards() -> None:
+    ledger = make_ledger(max_attempts=1, min_group_members=1, max_refills=1)
+    first, second = ledger.lease("a", 0, 2, 0.0)
+    finish(ledger, first, status="failed")
+    finish(ledger, second)
+    assert ledger.counts().dropped == {"zero_variance": 1}
+
+
+def test_refills_left_survive_a_restore() -> None:
+    before = make_ledger(max_refills=1)
+    finish_group(before, [1.0, 1.0])
+    after = make_ledger(max_refills=1)
+    after.restore(before.state())
+    finish_group(after, [1.0, 1.0])
+    assert (after.counts().buffered, after.counts().dropped) == (1, {"zero_variance": 1})
+
+
+def test_refills_at_the_end_of_the_data_leave_a_tail() -> None:
+    ledger = make_ledger(num_problems=3, max_refills=9)
+    for _ in range(3):
+        finish_group(ledger, [0.0, 0.0])
+    ledger.lease("a", 0, 1, 0.0)
+    assert ledger.finished
+    assert sum(ledger.counts().dropped.values()) == 3
 
 
 def test_one_batch_at_a_time() -> None:

@@ -37,6 +37,8 @@ class Ledger:
         self._batch: dict[int, TrajectoryGroup] | None = None
         self._issued = self._trained = self._steps = 0
         self._dropped: Counter[str] = Counter()
+        self._refills = 0
+        """Groups dropped for equal rewards since the last batch was taken."""
         self._exhausted = False
         self._versions: dict[str, int] = {}
 
@@ -201,6 +203,7 @@ class Ledger:
             return None
         groups = self._buffer.take(self.settings.batch_groups)
         self._batch = {group.ticket: group for group in groups}
+        self._refills = 0
         self._drop_tail()
         return groups
 
@@ -269,10 +272,18 @@ class Ledger:
         if self.settings.group_size - record.failed < self.settings.min_members:
             self.drop(ticket, "failed_members")
         elif record.open == 0:
-            del self._tickets[ticket]
             members = tuple(result for result in record.results if result is not None)
-            self._buffer.add([TrajectoryGroup(ticket, record.problem, members)])
-            self._advance()
+            self._complete(TrajectoryGroup(ticket, record.problem, members))
+
+    def _complete(self, group: TrajectoryGroup) -> None:
+        """Buffer a group, or drop it when its rewards are equal and a refill is left for the batch being collected."""
+        if self._refills < self.settings.max_refills and not group.has_signal:
+            self._refills += 1
+            self.drop(group.ticket, "zero_variance")
+            return
+        del self._tickets[group.ticket]
+        self._buffer.add([group])
+        self._advance()
 
     def _drop(self, ticket: int, reason: str) -> None:
         if ticket in self._tickets:
@@ -333,6 +344,7 @@ class Ledger:
                 trained=self._trained,
                 steps=self._steps,
                 exhausted=self._exhausted,
+                refills=self._refills,
                 dropped=dict(self._dropped),
                 events=dict(self.events),
                 tickets=self._tickets,
@@ -351,7 +363,7 @@ class Ledger:
         state: LedgerState = decode_value(data, LedgerState)
         check_same_settings(state.settings, self.settings)
         self._issued, self._trained, self._steps = state.issued, state.trained, state.steps
-        self._exhausted = state.exhausted
+        self._exhausted, self._refills = state.exhausted, state.refills
         self._dropped, self._leases.events = Counter(state.dropped), Counter(state.events)
         self._tickets = state.tickets
         for place in state.members:

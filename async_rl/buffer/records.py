@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from async_rl.config import Config
@@ -29,9 +31,17 @@ class LedgerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Steps of the run; tickets beyond what they consume are not issued. None: no limit."""
     min_group_members: int | None = None
     """Usable members that a group needs; None: 2 (1 in groups of one), below which there is nothing to compare."""
+    max_refills: int = 0
+    """Complete groups with equal rewards that may be dropped (`zero_variance`) and refilled for each batch taken."""
 
     def __post_init__(self) -> None:
-        for name, least in (("batch_groups", 1), ("group_size", 1), ("max_staleness", 0), ("publish_every", 1)):
+        for name, least in (
+            ("batch_groups", 1),
+            ("group_size", 1),
+            ("max_staleness", 0),
+            ("publish_every", 1),
+            ("max_refills", 0),
+        ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} = {getattr(self, name)}, expected at least {least}")
         if self.window is not None and self.window < 1:
@@ -58,6 +68,7 @@ class LedgerSettings(msgspec.Struct, frozen=True, kw_only=True):
             reorder_window=config.staleness.reorder_window,
             max_attempts=config.rewards.max_attempts,
             total_steps=config.run.steps,
+            max_refills=math.ceil(config.sampling.max_refills * config.learner.batch_groups),
         )
 
     @property
@@ -94,6 +105,11 @@ class TrajectoryGroup(msgspec.Struct, frozen=True):
     ticket: int
     problem: Problem
     members: tuple[Trajectory, ...]
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether rewards differ: in a group of equal ones every member is as good as the group's mean."""
+        return any(member.reward != self.members[0].reward for member in self.members)
 
 
 class LedgerCounts(msgspec.Struct, frozen=True):

@@ -39,6 +39,7 @@ class LedgerState(msgspec.Struct, frozen=True):
     trained: int
     steps: int
     exhausted: bool
+    refills: int
     dropped: dict[str, int]
     events: dict[str, int]
     tickets: dict[int, Ticket]

@@ -113,6 +113,14 @@ def _check_sampling(config: Config) -> None:
         )
 
 
+def _check_refills(config: Config) -> None:
+    if config.sampling.max_refills > 0 and config.sampling.group_size == 1:
+        raise ConfigError(
+            f"sampling.max_refills = {config.sampling.max_refills} with sampling.group_size = 1: the rewards of every "
+            "group are equal, so all would be dropped up to the limit; use groups of 2 or more, or max_refills = 0"
+        )
+
+
 def _check_schedule(config: Config) -> None:
     learner, steps = config.learner, config.run.steps
     if learner.warmup_steps >= steps and learner.warmup_steps > 0:
@@ -187,7 +195,15 @@ def _check_effect(config: Config, ranks: Mapping[str, int]) -> None:
 
 def check_config(config: Config, ranks: Mapping[str, int] | None = None) -> None:
     """Raise ConfigError for settings that cannot work together; `ranks` says in which layer each was given."""
-    for check in (_check_sampling, _check_split, _check_progress, _check_schedule, _check_transport, _check_data):
+    for check in (
+        _check_sampling,
+        _check_refills,
+        _check_split,
+        _check_progress,
+        _check_schedule,
+        _check_transport,
+        _check_data,
+    ):
         check(config)
     _check_effect(config, ranks or {})
 

@@ -127,6 +127,7 @@ class SamplingConfig(Section, frozen=True):
     max_completion_tokens: Annotated[int, _text("Longest completion.", ge=1)] = 256
     temperature: Annotated[float, _text("Sampling temperature; behavior logprobs include it.", gt=0)] = 1.0
     top_p: Annotated[float, _text("Must be 1 for training: a smaller value changes the behavior distribution.", gt=0, le=1)] = 1.0
+    max_refills: Annotated[float, _text("Dynamic sampling (DAPO, arXiv:2503.14476): groups whose rewards are all equal are dropped and refilled, at most this many times batch_groups for a batch; beyond that they train with zero advantage. 0: none.", ge=0)] = 0.0
     stop: Annotated[tuple[str, ...], _text("Texts that end a completion; each must be one token of the tokenizer.")] = ()
 
 

@@ -1,0 +1,17 @@
+"""Sums over a fleet that comes and goes."""
+
+from __future__ import annotations
+
+from async_rl.fleet import FleetMeter
+from tests.ledger_world import make_trajectory
+
+
+def test_sampled_reward_is_the_mean_over_training_results_that_were_taken() -> None:
+    meter = FleetMeter()
+    meter.arrived(make_trajectory(0, reward=1.0), "train", wanted=True)
+    meter.arrived(make_trajectory(0, reward=0.25), "train", wanted=True)
+    meter.arrived(make_trajectory(0, reward=0.0), "eval", wanted=True)
+    meter.arrived(make_trajectory(0, reward=0.0), "train", wanted=False)
+    meter.arrived(make_trajectory(0, status="failed"), "train", wanted=True)
+    assert meter.collect(2.0).resolve()["reward/sampled_mean"] == 0.625
+    assert "reward/sampled_mean" not in meter.collect(2.0).resolve(), "a step without results has no mean"
