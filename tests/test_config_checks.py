@@ -240,4 +240,7 @@ def test_a_wildcard_host_is_refused_because_generators_are_given_it(host: str) -
 
 
 def test_refills_of_groups_of_one_are_refused() -> None:
-    assert "the rewards of every group are equal" in refusal("sampling.group_size=1", "sampling.max_refills=1")
+    single = ('algorithm.advantage.type="reinforce_plus_plus"', 'algorithm.advantage.baseline="none"')
+    config(*single, "sampling.group_size=1")
+    text = refusal(*single, "sampling.group_size=1", "sampling.max_refills=1")
+    assert "the rewards of every group are equal" in text
