@@ -29,7 +29,11 @@ app = typer.Typer(
 
 ConfigFile = Annotated[str, typer.Argument(metavar="CONFIG", help="A TOML file, or the config.json of a run.")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Settings that win over the file.")
+    list[str] | None,
+    typer.Argument(
+        metavar="[FILE.toml | SECTION.KEY=VALUE]...",
+        help="Further files, such as configs/algorithms/dapo.toml, and settings: each wins over what comes before it.",
+    ),
 ]
 
 

@@ -7,7 +7,14 @@ import msgspec
 import pytest
 
 from async_rl.config import Config, ConfigError, build_config, dump_config, dump_json, load_config, warnings
-from async_rl.config.schema import ArithmeticEnvironment, DecoupledPpoLoss, MathEnvironment, PpoLoss, RlooAdvantage
+from async_rl.config.schema import (
+    AlgorithmConfig,
+    ArithmeticEnvironment,
+    DecoupledPpoLoss,
+    MathEnvironment,
+    PpoLoss,
+    RlooAdvantage,
+)
 
 MINIMAL = """
 [model]
@@ -191,9 +198,44 @@ def test_a_list_of_tables_is_checked_too(minimal: Path) -> None:
     assert "algorithm.correction.rejections[0]" in message and "hihg" in message
 
 
-PRESETS = sorted((Path(__file__).parents[1] / "configs").rglob("*.toml"))
+PRESETS = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.name)
 def test_every_preset_loads(preset: Path) -> None:
     assert warnings(load_config(preset)) == []
+
+
+def test_further_files_are_merged_on_top_and_settings_win_over_all(minimal: Path, tmp_path: Path) -> None:
+    (tmp_path / "one.toml").write_text('[algorithm.loss]\ntype = "ppo"\nclip_high = 0.3\n[learner]\nlr = 1e-3\n')
+    (tmp_path / "two.toml").write_text("[learner]\nlr = 1e-4\nbatch_groups = 4\n")
+    files = [str(tmp_path / "one.toml"), str(tmp_path / "two.toml")]
+    config = load_config(minimal, [files[0], "learner.batch_groups=8", files[1]])
+    assert config.algorithm.loss == PpoLoss(clip_high=0.3)
+    assert (config.learner.lr, config.learner.batch_groups) == (1e-4, 8)
+    assert load_config(minimal, files[::-1]).learner.lr == 1e-3
+    assert "three.toml: cannot be read" in refusal(minimal, str(tmp_path / "three.toml"))
+    assert "'two.tml' is not of the form section.key=value" in refusal(minimal, "two.tml")
+
+
+def test_a_file_can_start_a_section_afresh(minimal: Path, tmp_path: Path) -> None:
+    minimal.write_text(MINIMAL + '[algorithm]\nreduction = "constant"\nconstant_length = 9\ncorrection.veto = 0.1\n')
+    preset = tmp_path / "preset.toml"
+    preset.write_text('replaces = ["algorithm"]\n[algorithm.loss]\ntype = "ppo"\n')
+    config = load_config(minimal, [str(preset)])
+    assert config.algorithm == AlgorithmConfig(loss=PpoLoss())
+    assert config.learner.lr == 2e-5
+    preset.write_text('replaces = "algorithm.correction"\n')
+    assert load_config(minimal, [str(preset)]).algorithm == AlgorithmConfig(reduction="constant", constant_length=9)
+    for wrong in ("algoritm", "learner.lr", "algorithm.correction.nothing"):
+        preset.write_text(f'replaces = "{wrong}"\n')
+        assert f"preset.toml: replaces = '{wrong}': there is no such section" in refusal(minimal, str(preset))
+    preset.write_text("replaces = 3\n")
+    assert "replaces = 3: expected a section or a list of them" in refusal(minimal, str(preset))
+
+
+def test_a_file_on_top_of_resolved_settings_is_what_the_user_chose(minimal: Path, tmp_path: Path) -> None:
+    resolved, preset = tmp_path / "config.json", tmp_path / "preset.toml"
+    resolved.write_text(dump_json(load_config(minimal)))
+    preset.write_text("learner.min_lr_ratio = 0.1\n")
+    assert "learner.min_lr_ratio = 0.1 has no effect" in refusal(resolved, str(preset))

@@ -110,7 +110,7 @@ def test_what_a_document_names_exists(document: Path) -> None:
     assert missing_commands(text) == []
     assert missing_tests(text) == []
     for block in blocks(text, "toml"):
-        values = {key: value for key, value in tomllib.loads(block).items() if key != "base"}
+        values = {key: value for key, value in tomllib.loads(block).items() if key not in ("base", "replaces")}
         layers = Layers()
         layers.begin(document.name)
         layers.add(values)

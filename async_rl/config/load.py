@@ -1,8 +1,9 @@
-"""Loading: sparse TOML files, combined by `base`, then overrides `section.key=value`, into one checked `Config`.
+"""Loading: sparse TOML files, then overrides `section.key=value`, into one checked `Config`.
 
-Layers are merged in order: the files named in `base` (later wins), the file itself, the overrides.
-Where a layer gives a tagged union another `type`, the keys of the old type are dropped. The text "none"
-switches off a setting whose type allows that, since TOML has no null.
+Layers are merged in order: the files named in `base` (later wins), the file itself, further files, the overrides.
+Where a layer gives a tagged union another `type`, the keys of the old type are dropped; a file with
+`replaces = ["algorithm"]` drops all that lower layers gave to that section. The text "none" switches off a setting
+whose type allows that, since TOML has no null.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import inspect
@@ -26,15 +27,34 @@ from async_rl.config.schema import Config
 COMMAND_LINE = "command line"
 
 
+class _Layer(NamedTuple):
+    """What one file gives."""
+
+    source: str
+    values: Mapping[str, Any]
+    replaces: Sequence[str] = ()
+    """Sections that start afresh with this layer."""
+    resolved: bool = False
+    """Gives every key, so none of them says what the user chose."""
+
+
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
-    """Load a TOML file (or the config.json of a run) with overrides; raises ConfigError with one line."""
-    path = Path(path)
-    return _build(_read(path), overrides, resolved=path.suffix == ".json")
+    """Load a TOML file (or the config.json of a run) with overrides; raises ConfigError with one line.
+
+    An override without "=" that ends in .toml is a further file: it is merged on top, before any section.key=value.
+    """
+    files = [path, *(text for text in overrides if _is_file(text))]
+    layers = [layer for file in files for layer in _read(Path(file))]
+    return _build(layers, [text for text in overrides if not _is_file(text)])
+
+
+def _is_file(override: str) -> bool:
+    return "=" not in override and override.endswith(".toml")
 
 
 def build_config(data: Mapping[str, Any], overrides: Sequence[str] = (), source: str = "settings") -> Config:
     """A checked `Config` out of nested dicts, as a file would give them; raises ConfigError with one line."""
-    return _build([(source, data)], overrides)
+    return _build([_Layer(source, data)], overrides)
 
 
 def dump_config(config: Config) -> dict[str, Any]:
@@ -47,21 +67,26 @@ def dump_json(config: Config) -> str:
     return json.dumps(dump_config(config), indent=2, ensure_ascii=False) + "\n"
 
 
-def _read(path: Path, seen: tuple[Path, ...] = ()) -> list[tuple[str, Mapping[str, Any]]]:
-    """The layers of a file as (source, values): those of its bases first."""
+def _read(path: Path, seen: tuple[Path, ...] = ()) -> list[_Layer]:
+    """The layers of a file, those of its bases first."""
     if path.resolve() in seen:
         raise ConfigError(
             f"{path}: base files name each other in a circle: {' -> '.join(p.name for p in seen)} -> {path.name}"
         )
     data = _parse_file(path)
-    base = data.pop("base", [])
-    bases = [base] if isinstance(base, str) else base
-    if not isinstance(bases, list) or not all(isinstance(name, str) for name in bases):
-        raise ConfigError(
-            f'{path}: base = {base!r}: expected a file name or a list of them, such as base = "small.toml"'
-        )
+    bases = _names(data, "base", path, 'a file name or a list of them, such as base = "small.toml"')
+    replaces = _names(data, "replaces", path, 'a section or a list of them, such as replaces = ["algorithm"]')
     below = [layer for name in bases for layer in _read(path.parent / name, (*seen, path.resolve()))]
-    return [*below, (str(path), data)]
+    return [*below, _Layer(str(path), data, replaces, resolved=path.suffix == ".json")]
+
+
+def _names(data: dict[str, Any], key: str, path: Path, expected: str) -> list[str]:
+    """Take a text or a list of texts out of a file's values."""
+    value = data.pop(key, [])
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{path}: {key} = {value!r}: expected {expected}")
+    return names
 
 
 def _parse_file(path: Path) -> dict[str, Any]:
@@ -80,14 +105,15 @@ def _parse_file(path: Path) -> dict[str, Any]:
     return data
 
 
-def _build(files: Sequence[tuple[str, Mapping[str, Any]]], overrides: Sequence[str], resolved: bool = False) -> Config:
+def _build(files: Sequence[_Layer], overrides: Sequence[str]) -> Config:
     layers = Layers()
-    for source, data in files:
-        layers.begin(source)
-        layers.add(data)
-    if resolved:
-        # A resolved file gives every key, so none of them says what the user chose.
-        layers.ranks.clear()
+    for file in files:
+        layers.begin(file.source)
+        for section in file.replaces:
+            layers.drop(section)
+        layers.add(file.values)
+        if file.resolved:
+            layers.ranks.clear()
     _add_overrides(layers, overrides)
     _refuse_nonfinite(layers.data, "", layers.sources)
     try:
@@ -104,7 +130,8 @@ def _add_overrides(layers: Layers, overrides: Sequence[str]) -> None:
         path, equals, text = (part.strip() for part in override.partition("="))
         if not equals or not path:
             raise ConfigError(
-                f"{COMMAND_LINE}: {override!r} is not of the form section.key=value, such as learner.lr=1e-6"
+                f"{COMMAND_LINE}: {override!r} is not of the form section.key=value, such as learner.lr=1e-6, and "
+                "not a .toml file"
             )
         pairs.append((path, text))
     # Types first, so that the order on the command line does not matter.

@@ -31,6 +31,18 @@ class Layers:
         """Merge nested values into the layer that was begun last; raises ConfigError for a key that no setting has."""
         self._merge(self.data, values, root(), "")
 
+    def drop(self, section: str) -> None:
+        """Forget what lower layers gave to a section; raises ConfigError where there is no such section."""
+        type_ = type_at(section, self.data)
+        if type_ is None or not structs(type_):
+            raise ConfigError(f"{self._source}: replaces = {section!r}: there is no such section")
+        *path, last = section.split(".")
+        holder = self.data
+        for key in path:
+            holder = holder.get(key, {})
+        holder.pop(last, None)
+        self._forget(f"{section}.")
+
     def _merge(self, target: dict[str, Any], values: Mapping[str, Any], type_: inspect.Type, prefix: str) -> None:
         fields = fields_of(type_, target)
         for key, value in values.items():
