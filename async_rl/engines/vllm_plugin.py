@@ -24,6 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from async_rl.engines.vllm_process import BACKEND, end_with_owner, published_shapes
 from async_rl.engines.vllm_seeds import repair_cpu_generators
+from async_rl.engines.vllm_waiting import sleep_instead_of_spinning
 from async_rl.protocol import EpochInfo, Manifest
 from async_rl.weights.base import ReceivedWeights, check_manifest
 from async_rl.weights.broadcast import Receiver
@@ -41,6 +42,7 @@ def register() -> None:
     WeightTransferEngineFactory.register_engine(BACKEND, __name__, "HeldWeightsEngine")
     # Its warnings name layers that no checkpoint holds, at every update; names are compared before a transfer instead.
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+    sleep_instead_of_spinning()
     end_with_owner()
 
 
