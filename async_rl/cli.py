@@ -146,7 +146,9 @@ def real(overrides: Overrides = None) -> int:
 def _load(path: str, overrides: list[str], role: str, warn: bool = True) -> Config:
     """Load settings and start logging to the screen and to <run.dir>/logs/ROLE.details.log."""
     from async_rl.config import load_config, warnings
+    from async_rl.config.threads import sleep_at_barriers
 
+    sleep_at_barriers()
     config = load_config(path, overrides)
     _start_logging(Path(config.run.dir) / "logs" / f"{role}.details.log")
     for line in warnings(config) if warn else ():

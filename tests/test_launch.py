@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from async_rl.config import build_config
-from async_rl.config.threads import generator_threads, learner_threads
+from async_rl.config.threads import generator_threads, learner_threads, sleep_at_barriers
 from async_rl.launch.local import Child, Deadlines, Supervisor, children_of
 from tests.conftest import Spawn
 
@@ -229,6 +229,23 @@ def test_cores_are_shared_evenly_unless_said_otherwise() -> None:
     assert generator_threads(cfg, 8, {"OMP_NUM_THREADS": "many"}) == 2
     fixed = config(generator={"threads": 3}, learner={"threads": 6})
     assert (learner_threads(fixed, 8, {"OMP_NUM_THREADS": "5"}), generator_threads(fixed, 8, {})) == (6, 3)
+
+
+def test_threads_sleep_at_barriers_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    own = {"OMP_WAIT_POLICY": "active"}
+    sleep_at_barriers(own)
+    assert own == {"OMP_WAIT_POLICY": "active"}
+    # Every command that computes sets it before torch is loaded; children inherit it.
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    code = """
+import os, sys
+from async_rl import cli
+cli._load("c.toml", [], "x")
+print(os.environ["OMP_WAIT_POLICY"], "torch" in sys.modules)
+"""
+    (tmp_path / "c.toml").write_text('[model]\npath = "m"\n[environment]\ntype = "arithmetic"\n')
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert done.stdout.split() == ["passive", "False"], done.stderr
 
 
 def test_a_child_gets_its_share_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
 from async_rl.config.schema import Config
 
@@ -23,6 +23,15 @@ def learner_threads(config: Config, cores: int | None = None, environ: Mapping[s
 def generator_threads(config: Config, cores: int | None = None, environ: Mapping[str, str] = os.environ) -> int:
     """Threads of one engine: generator.threads, else OMP_NUM_THREADS, else an even share of the cores."""
     return config.generator.threads or _given(environ) or _share(config, cores)
+
+
+def sleep_at_barriers(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Let OpenMP threads sleep while they wait for each other, unless OMP_WAIT_POLICY is set; before torch is loaded.
+
+    By default they spin, and spin away the core that the process beside them would compute on: on two cores a learner
+    of two threads beside one busy process took 28 s for a step, asleep 17 s; alone 9.1 s became 9.5 s.
+    """
+    environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def _given(environ: Mapping[str, str]) -> int | None:
