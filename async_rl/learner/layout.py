@@ -1,7 +1,7 @@
 """A micro-batch as tensors: packed with shared prompts, or padded with one sequence a row.
 
 Packed: one row holds, for each unit, its prompt once and then its completions; position ids restart behind the prompt
-for every completion. All layers but attention work on these tokens alone. Attention gathers whole sequences
+for every completion. All layers but attention work on these tokens alone. Attention gathers what each token sees
 (`attention.py`), so its results are those of separate sequences.
 
       tokens      p0 p1 p2 | a0 a1 | b0 b1 b2        two completions a, b of one prompt
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from async_rl.learner.attention import PackedSequences
+from async_rl.learner.attention import PackedSequences, PackedUnit
 from async_rl.learner.batch import PreparedBatch
 from async_rl.learner.packing import Unit, input_tokens, plan_tokens
 
@@ -52,8 +52,8 @@ class _Builder:
 
     input_ids: list[np.ndarray]
     position_ids: list[np.ndarray]
-    sequences: list[np.ndarray]
-    """For each sequence the indices of its input tokens, in order."""
+    units: list[PackedUnit]
+    """For each unit the indices of its prompt's input tokens and of its completions'."""
     size: int = 0
 
     def append(self, ids: np.ndarray, first_position: int) -> np.ndarray:
@@ -74,18 +74,19 @@ def packed_micro_batch(batch: PreparedBatch, units: Sequence[Unit], device: torc
     for unit in units:
         prompt_ids = batch.sequences[unit.sequences[0]].prompt_ids
         prompt = build.append(prompt_ids, 0)
+        completions: list[np.ndarray] = []
         for index in unit.sequences:
             sequence = batch.sequences[index]
-            own = build.append(sequence.completion_ids[:-1], len(prompt_ids))
-            build.sequences.append(np.concatenate([prompt, own]))
-            predictors.append(build.sequences[-1][len(prompt) - 1 + sequence.positions])
+            completions.append(build.append(sequence.completion_ids[:-1], len(prompt_ids)))
+            predictors.append(np.concatenate([prompt[-1:], completions[-1]])[sequence.positions])
+        build.units.append((prompt, completions))
     return _micro_batch(
         batch,
         units,
         input_ids=_tensor(build.input_ids, device)[None],
         predictors=_tensor(predictors, device),
         position_ids=_tensor(build.position_ids, device)[None],
-        packed=PackedSequences.build(build.sequences, build.size, device),
+        packed=PackedSequences.build(build.units, build.size, device),
     )
 
 
@@ -117,7 +118,7 @@ def placeholder(device: torch.device, packed: bool) -> MicroBatch:
         predictors=zero,
         targets=zero,
         position_ids=zero[None] if packed else None,
-        packed=PackedSequences.build([np.zeros(1, np.int64)], 1, device) if packed else None,
+        packed=PackedSequences.build([(np.zeros(1, np.int64), [])], 1, device) if packed else None,
     )
 
 
