@@ -85,10 +85,10 @@ INTRODUCTION = """# Configuration
 Written by `make docs` from `async_rl/config/schema.py`; `async-rl config --schema` prints it.
 
 A configuration is a sparse TOML file: what it leaves out has the default below. `base = "other.toml"` (or a list of
-files, later ones win), relative to the file, puts other files underneath. A command takes further files after the first,
-`async-rl train run.toml configs/algorithms/dapo.toml`, each merged on top; with `replaces = ["algorithm"]` a file drops
-what those before it gave to that section. `section.key=value` on the command line wins over all files; the value is
-TOML, except that bare words are text and `a,b` is a list where one is wanted.
+files, later ones win), relative to the file, puts other files underneath. A command takes further files after the
+first, `async-rl train run.toml configs/algorithms/dapo.toml`, each merged on top; with `replaces = ["algorithm"]` a
+file drops what those before it gave to that section. `section.key=value` on the command line wins over all files; the
+value is TOML, except that bare words are text and `a,b` is a list where one is wanted.
 
 - A setting that may be `"none"` is switched off by that word.
 - A section with a `type` is one of several; another type drops the keys of the old one that lower layers gave.
