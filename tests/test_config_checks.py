@@ -137,6 +137,10 @@ def test_the_batch_sizes_that_are_offered_divide(groups: int, size: int, parts: 
         (["transport.heartbeat_s=10"], ("transport.heartbeat_timeout_s = 15.0", "20.0")),
         (["weights.backend=nccl", "learner.device=cpu"], ("weights.backend = 'nccl'", "gloo")),
         (["environment.type=math"], ("data.path is missing", "'math'")),
+        (
+            ["algorithm.overlong.penalty=1", "algorithm.overlong.buffer_tokens=300"],
+            ("buffer_tokens = 300", "tokens = 256"),
+        ),
         (["data.eval_problems=0"], ("evaluation.every = 10", "data.eval_problems >= 1")),
         (["evaluation.every=0", "run.stop_at_accuracy=0.9"], ("run.stop_at_accuracy = 0.9", "evaluation.every >= 1")),
         (["generator.engine.max_model_len=512"], ("generator.engine.max_model_len = 512", "1280")),
@@ -170,6 +174,7 @@ def test_accepted(overrides: list[str]) -> None:
         ("learner.min_lr_ratio=0.1", "learner.decay"),
         ("algorithm.constant_length=64", "algorithm.reduction"),
         ("algorithm.correction.floor=0.5", "algorithm.correction.level or algorithm.correction.mode"),
+        ("algorithm.overlong.buffer_tokens=9", "algorithm.overlong.penalty"),
         ("data.path=problems.jsonl", "environment.type"),
         ("rewards.max_batch=4", "environment.type or environment.batch"),
         ("transport.insecure=true", "transport.host"),

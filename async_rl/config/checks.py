@@ -104,6 +104,12 @@ def _check_sampling(config: Config) -> None:
             f"sampling.group_size = {sampling.group_size}: advantage {tag_of(advantage)!r} compares the members of a "
             "group; the smallest that works is sampling.group_size = 2"
         )
+    buffer = config.algorithm.overlong.buffer_tokens
+    if buffer is not None and buffer > sampling.max_completion_tokens:
+        raise ConfigError(
+            f"algorithm.overlong.buffer_tokens = {buffer} is longer than a completion can be; the largest that works "
+            f"is sampling.max_completion_tokens = {sampling.max_completion_tokens}"
+        )
     engine = config.generator.engine
     longest = config.data.max_prompt_tokens + sampling.max_completion_tokens
     if isinstance(engine, VllmEngine) and engine.max_model_len is not None and engine.max_model_len < longest:

@@ -65,6 +65,9 @@ SWITCHES: dict[str, Switch] = {
     "algorithm.constant_length": Switch(
         ("algorithm.reduction",), "only algorithm.reduction = 'constant' divides by it",
         lambda c: c.algorithm.reduction != "constant"),
+    "algorithm.overlong.buffer_tokens": Switch(
+        ("algorithm.overlong.penalty",), "algorithm.overlong.penalty is 0",
+        lambda c: c.algorithm.overlong.penalty == 0),
     "algorithm.correction.mode": Switch((_LEVEL,), f"{_LEVEL} is 'none'", _no_correction),
     "algorithm.correction.floor": Switch((_LEVEL, _MODE), f"only {_MODE} = 'mask' has a floor", _no_floor),
     "algorithm.correction.cap": Switch(

@@ -298,12 +298,27 @@ class CorrectionConfig(Section, frozen=True):
     ] = None
 
 
+class OverlongConfig(Section, frozen=True):
+    """What becomes of completions that reach, or come close to, sampling.max_completion_tokens (DAPO, arXiv:2503.14476)."""
+
+    penalty: Annotated[float, _text("Soft penalty: taken off the reward of a completion of full length, less in proportion within the buffer before it; 0: none.", ge=0)] = 0.0
+    buffer_tokens: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        _text("Tokens before sampling.max_completion_tokens over which the penalty rises; default: a fifth of it."),
+    ] = None
+    truncated: Annotated[
+        Literal["keep", "mask", "exclude"],
+        _text("Truncated completions: train (keep), leave the loss but count in their group's statistics (mask), or leave both (exclude)."),
+    ] = "keep"
+
+
 class AlgorithmConfig(Section, frozen=True):
     """What is optimised: advantage, loss, correction and reduction, combined freely."""
 
     advantage: Annotated[Advantage, _text("Advantage estimator.")] = GrpoAdvantage()
     loss: Annotated[Loss, _text("Per-token loss.")] = DecoupledPpoLoss()
     correction: Annotated[CorrectionConfig, _text("Off-policy correction.")] = CorrectionConfig()
+    overlong: Annotated[OverlongConfig, _text("Completions that are too long.")] = OverlongConfig()
     reduction: Annotated[
         Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"],
         _text("How per-token losses become one number; denominators are global over micro-batches and ranks."),

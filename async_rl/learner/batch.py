@@ -15,7 +15,7 @@ import numpy as np
 
 from async_rl.algos.advantages import compute_batch_advantages
 from async_rl.config import Config
-from async_rl.config.schema import StalenessConfig
+from async_rl.learner.shaping import is_left_out, shaped_rewards
 from async_rl.metrics import Metrics
 from async_rl.staleness import staleness_per_token
 
@@ -89,7 +89,8 @@ def prepare_batch(groups: Sequence[TrajectoryGroup], step: int, config: Config) 
     """Advantages per whole group first, then the tokens of `step` that are in the loss, by ticket and member.
 
     Failed members take no part in the statistics of their group and never train. With overdue='mask' tokens older
-    than max_staleness leave the loss while their trajectory's reward still counts in the group.
+    than max_staleness leave the loss while their trajectory's reward still counts in the group, and with
+    overlong.truncated='mask' so do all tokens of truncated trajectories.
     """
     metrics = Metrics()
     ordered = sorted(groups, key=lambda group: group.ticket)
@@ -98,12 +99,12 @@ def prepare_batch(groups: Sequence[TrajectoryGroup], step: int, config: Config) 
     behavior: list[np.ndarray] = []
     staleness: list[np.ndarray] = []
     overdue: list[tuple[int, int, int]] = []
-    for index, (group, advantages) in enumerate(zip(ordered, _advantages(ordered, config), strict=True)):
+    for index, (group, advantages) in enumerate(zip(ordered, _advantages(ordered, config, metrics), strict=True)):
         _record_group(metrics, group, advantages, size)
         for place, (member, advantage) in enumerate(zip(group.members, advantages, strict=True)):
             if advantage is None:
                 continue
-            chosen = _select(member, group.ticket, step, config.staleness)
+            chosen = _select(member, group.ticket, step, config)
             overdue.append((len(member.completion_ids), chosen.num_overdue, chosen.num_sampled))
             if len(chosen.positions):
                 sequences.append(_sequence(group, index, index * size + place, member, chosen.positions, advantage))
@@ -123,23 +124,26 @@ def prepare_batch(groups: Sequence[TrajectoryGroup], step: int, config: Config) 
     )
 
 
-def _advantages(groups: Sequence[TrajectoryGroup], config: Config) -> list[list[float | None]]:
-    """One advantage for each member, None for failed ones; no token is filtered yet."""
-    rewards = [[member.reward for member in group.members] for group in groups]
+def _advantages(groups: Sequence[TrajectoryGroup], config: Config, metrics: Metrics) -> list[list[float | None]]:
+    """One advantage for each member, None for failed and excluded ones; no token is filtered yet."""
+    rewards = shaped_rewards(groups, config, metrics)
     lengths = [[int(np.sum(member.completion_mask)) for member in group.members] for group in groups]
     return compute_batch_advantages(config.algorithm.advantage, rewards, lengths)
 
 
-def _select(trajectory: Trajectory, ticket: int, step: int, config: StalenessConfig) -> _Selection:
+def _select(trajectory: Trajectory, ticket: int, step: int, config: Config) -> _Selection:
     """The tokens of one scored trajectory that are in the loss."""
+    bound = config.staleness
     sampled = np.asarray(trajectory.completion_mask, dtype=bool)
     staleness = token_staleness(trajectory, step)
-    overdue = sampled & (staleness > config.max_staleness)
-    assert config.overdue != "wait" or not overdue.any(), (
+    overdue = sampled & (staleness > bound.max_staleness)
+    assert bound.overdue != "wait" or not overdue.any(), (
         f"ticket {ticket} has tokens of staleness {staleness.max()} in step {step}, above max_staleness = "
-        f"{config.max_staleness}: admission and window should have made that impossible"
+        f"{bound.max_staleness}: admission and window should have made that impossible"
     )
-    kept = sampled & ~overdue if config.overdue == "mask" else sampled
+    kept = sampled & ~overdue if bound.overdue == "mask" else sampled
+    if is_left_out(trajectory, config):
+        kept = np.zeros_like(kept)
     return _Selection(np.flatnonzero(kept), staleness, int(sampled.sum()), int(overdue.sum()))
 
 

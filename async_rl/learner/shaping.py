@@ -1,0 +1,46 @@
+"""The rewards that advantages are computed from: those of the environment, changed as the algorithm says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from async_rl.algos.shaping import soft_overlong_penalty
+from async_rl.config import Config
+from async_rl.metrics import Metrics
+
+if TYPE_CHECKING:
+    from async_rl.buffer import TrajectoryGroup
+    from async_rl.protocol import Trajectory
+
+BUFFER_SHARE = 5
+"""The penalty rises over a fifth of the longest completion, as in DAPO: 4096 of 20480 tokens."""
+
+
+def shaped_rewards(groups: Sequence[TrajectoryGroup], config: Config, metrics: Metrics) -> list[list[float | None]]:
+    """One reward for each member; None takes no part in its group's statistics and does not train."""
+    return [[_shaped(member, config, metrics) for member in group.members] for group in groups]
+
+
+def _shaped(member: Trajectory, config: Config, metrics: Metrics) -> float | None:
+    overlong = config.algorithm.overlong
+    if member.reward is None:
+        return None
+    if overlong.truncated != "keep":
+        metrics.mean("completion/left_out_share", float(is_left_out(member, config)), 1.0)
+    if overlong.truncated == "exclude" and is_left_out(member, config):
+        return None
+    if overlong.penalty == 0:
+        return member.reward
+    longest = config.sampling.max_completion_tokens
+    buffer = overlong.buffer_tokens or max(1, longest // BUFFER_SHARE)
+    added = overlong.penalty * soft_overlong_penalty(int(np.sum(member.completion_mask)), longest, buffer)
+    metrics.mean("reward/overlong_penalty", -added, 1.0)
+    return member.reward + added
+
+
+def is_left_out(member: Trajectory, config: Config) -> bool:
+    """Whether no token of a trajectory is in the loss because its completion was truncated."""
+    return config.algorithm.overlong.truncated != "keep" and member.status == "truncated"
