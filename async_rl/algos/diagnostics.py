@@ -14,7 +14,13 @@ from torch import Tensor
 
 from async_rl.algos.importance import effective_sample_size_of_sums
 from async_rl.algos.kl import divergence
-from async_rl.algos.ratios import log_ratio
+from async_rl.algos.ratios import MAX_LOG_RATIO, log_ratio
+
+FAR = 2.0
+"""A ratio outside [1 / FAR, FAR] is far from 1."""
+BIN_NATS = 0.01
+"""Width of the bins that quantiles are read from: exact to half a percent, at any number of tokens."""
+NUM_BINS = 2 * round(MAX_LOG_RATIO / BIN_NATS) + 1
 
 
 @dataclass(frozen=True)
@@ -32,20 +38,23 @@ class OffPolicyness:
     """The same by r - 1 - log r, which is never negative."""
     log_ratio_abs_mean: float
     """Mean |log r| in nats; at staleness 0 the mismatch of engine and learner."""
+    far_share: float
+    """Tokens whose r lies outside [1/2, 2]."""
 
 
 @torch.no_grad()
 def staleness_sums(
     proximal_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, staleness: Tensor, max_staleness: int
 ) -> Tensor:
-    """Sums over tokens [T] by staleness, float64 [max_staleness + 2, 6], that add over micro-batches and ranks.
+    """Sums over tokens [T] by staleness, float64 [max_staleness + 2, 7], that add over micro-batches and ranks.
 
     Row s is staleness s; the last one holds all that is older. `staleness` is int64 [T]; anything where masked.
     """
     log_ratios = log_ratio(proximal_logprobs, behavior_logprobs, mask)
     ratio = log_ratios.exp()
     k1, k3 = divergence("k1", -log_ratios), divergence("k3", -log_ratios)
-    columns = (torch.ones_like(ratio), ratio, ratio.square(), k1, k3, log_ratios.abs())
+    distance = log_ratios.abs()
+    columns = (torch.ones_like(ratio), ratio, ratio.square(), k1, k3, distance, distance > math.log(FAR))
     values = torch.stack([column.double() for column in columns], dim=1)
     row = staleness.clamp(0, max_staleness + 1)
     return values.new_zeros(max_staleness + 2, len(columns)).index_add(0, row, values * mask[:, None])
@@ -53,25 +62,34 @@ def staleness_sums(
 
 def by_staleness(sums: Tensor) -> list[OffPolicyness | None]:
     """What `staleness_sums` adds up to, one entry a row; None where there is no token."""
-    return [_measures(*row) for row in sums.tolist()]
+    return [off_policyness(row) for row in sums]
 
 
-def _measures(
-    tokens: float, ratio: float, squared: float, k1: float, k3: float, absolute: float
-) -> OffPolicyness | None:
+def off_policyness(sums: Tensor) -> OffPolicyness | None:
+    """What one row of `staleness_sums`, or the sum of several, adds up to; None where there is no token."""
+    tokens, ratio, squared, *rest = sums.tolist()
     share = effective_sample_size_of_sums(ratio, squared, tokens)
     if share is None:
         return None
-    return OffPolicyness(int(tokens), ratio / tokens, share, k1 / tokens, k3 / tokens, absolute / tokens)
+    return OffPolicyness(int(tokens), ratio / tokens, share, *(total / tokens for total in rest))
 
 
-def quantiles(values: Tensor, mask: Tensor, shares: tuple[float, ...]) -> list[float]:
-    """The smallest valid value with at least `share` of the valid values at or below it, for each share in (0, 1].
+@torch.no_grad()
+def log_ratio_counts(log_ratios: Tensor, mask: Tensor) -> Tensor:
+    """How many valid log-ratios lie in each bin of BIN_NATS, float64 [NUM_BINS]; adds over micro-batches and ranks."""
+    bins = (log_ratios[mask] / BIN_NATS).round().long() + NUM_BINS // 2
+    return torch.bincount(bins, minlength=NUM_BINS).double()
 
-    Exact at any size (torch.quantile stops at 2^24 values); empty list where no value is valid.
+
+def ratio_quantiles(counts: Tensor, shares: tuple[float, ...]) -> list[float]:
+    """The smallest ratio with at least `share` of all at or below it, for each share in (0, 1], to half a bin.
+
+    Empty list where nothing was counted.
     """
-    ordered = values[mask].sort().values
-    if not len(ordered):
+    reached = counts.cumsum(0)
+    total = float(reached[-1])
+    if not total:
         return []
-    places = torch.tensor([math.ceil(share * len(ordered) - 1e-9) - 1 for share in shares], device=values.device)
-    return ordered[places].tolist()
+    wanted = torch.tensor([math.ceil(share * total - 1e-9) for share in shares], dtype=reached.dtype)
+    bins = torch.searchsorted(reached.cpu(), wanted) - NUM_BINS // 2
+    return (bins * BIN_NATS).exp().tolist()

@@ -9,6 +9,7 @@ from async_rl.algos.importance import effective_sample_size_of_sums
 from async_rl.algos.losses import LossInputs, LossOutput
 from async_rl.algos.ratios import importance_ratio, log_ratio
 from async_rl.config.schema import CorrectionConfig
+from async_rl.learner.profile import Profile
 from async_rl.learner.ranks import max_over_ranks, sum_over_ranks
 from async_rl.metrics import Metrics
 
@@ -23,7 +24,8 @@ MAXIMA = ("ratio", "fresh_difference")
 class Tally:
     """Running totals on the policy's device, float64; every rank holds its own until `record`."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, max_staleness: int) -> None:
+        self.profile = Profile(device, max_staleness)
         self.sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
         self.maxima = torch.zeros(len(MAXIMA), dtype=torch.float64, device=device)
 
@@ -40,6 +42,7 @@ class Tally:
 
     def record(self, metrics: Metrics) -> None:
         """Total over all ranks into metrics. Collective."""
+        self.profile.record(metrics)
         total = dict(zip(SUMS, sum_over_ranks(self.sums).tolist(), strict=True))
         largest = dict(zip(MAXIMA, max_over_ranks(self.maxima).tolist(), strict=True))
         tokens, fresh = total["tokens"], total["fresh_tokens"]
@@ -81,6 +84,7 @@ def tally_policy(tally: Tally, inputs: LossInputs, staleness: Tensor, config: Co
         inputs.num_sequences,
         level,
     )
+    tally.profile.add(inputs, inputs.proximal_logprobs, staleness)
     current = log_ratio(inputs.logprobs, inputs.behavior_logprobs, inputs.mask)
     fresh = staleness == 0
     difference = torch.where(fresh, (inputs.proximal_logprobs - inputs.behavior_logprobs).abs(), 0.0)
@@ -102,3 +106,5 @@ def tally_loss(tally: Tally, inputs: LossInputs, output: LossOutput, loss: Tenso
     for name in ("clipped_low", "clipped_high"):
         if name in output.diagnostics:
             tally.add(**{name: output.diagnostics[name].sum()})
+    if "masked" in output.diagnostics:
+        tally.add(rejected=output.diagnostics["masked"].sum())  # By the loss itself, as IcePop does.

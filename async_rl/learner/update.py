@@ -65,7 +65,7 @@ class Updater:
         """
         learner = self.config.learner
         tensors = _BatchTensors.of(batch, self.ctx.device)
-        tally = Tally(self.ctx.device)
+        tally = Tally(self.ctx.device, self.config.staleness.max_staleness)
         metrics = Metrics()
         metrics.merge(batch.metrics)
         metrics.last("optimizer/lr", self.optimizer.set_step(step))

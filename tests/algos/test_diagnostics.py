@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from async_rl.algos.diagnostics import by_staleness, quantiles, staleness_sums
+from async_rl.algos.diagnostics import by_staleness, log_ratio_counts, off_policyness, ratio_quantiles, staleness_sums
 from tests.algos.inputs import Packed, packed
 from tests.reference import importance as reference
 
@@ -41,6 +41,10 @@ def test_measures_by_staleness() -> None:
         assert row.k1 == pytest.approx(-sum(logs) / len(logs), rel=1e-4, abs=1e-6)
         assert row.k3 == pytest.approx(sum(r - 1 - v for r, v in zip(ratios, logs, strict=True)) / len(logs), rel=1e-4)
         assert row.log_ratio_abs_mean == pytest.approx(sum(map(abs, logs)) / len(logs), rel=1e-4)
+        assert row.far_share == pytest.approx(sum(r > 2 or r < 0.5 for r in ratios) / len(ratios))
+    whole = off_policyness(sums.sum(0))
+    assert whole is not None and whole.tokens == int(batch.mask.sum())
+    assert 0 < whole.far_share < 1
 
 
 def test_sums_add_over_micro_batches() -> None:
@@ -62,9 +66,18 @@ def test_no_token_of_a_staleness_is_none_and_huge_ratios_stay_finite() -> None:
     assert rows[3] is not None and rows[3].ratio_mean == 1.0
 
 
-def test_quantiles() -> None:
-    values = torch.arange(100, 0, -1).float()
-    mask = torch.ones(100, dtype=torch.bool)
-    assert quantiles(values, mask, (0.01, 0.5, 0.99, 1.0)) == [1.0, 50.0, 99.0, 100.0]
-    assert quantiles(values, values <= 2, (0.5, 0.51, 1.0)) == [1.0, 2.0, 2.0]
-    assert quantiles(values, ~mask, (0.5,)) == []
+def test_quantiles_of_ratios_are_those_of_all_tokens_to_half_a_percent() -> None:
+    parts = [packed(seed) for seed in range(3)]
+    logs = [(batch.proximal - batch.behavior).where(batch.mask, 1e3) for batch in parts]
+    counts = sum(log_ratio_counts(values, batch.mask) for values, batch in zip(logs, parts, strict=True))
+    ordered = sorted(float(v) for values, batch in zip(logs, parts, strict=True) for v in values[batch.mask])
+    shares = (0.01, 0.1, 0.5, 0.99, 1.0)
+    expected = [math.exp(ordered[math.ceil(share * len(ordered)) - 1]) for share in shares]
+    assert ratio_quantiles(counts, shares) == pytest.approx(expected, rel=0.00503)
+
+
+def test_quantiles_at_the_edges() -> None:
+    mask = torch.tensor([True, True, True, True, False])
+    counts = log_ratio_counts(torch.tensor([-20.0, 0.0, 0.0, 20.0, 7.0]), mask)
+    assert ratio_quantiles(counts, (0.25, 0.26, 0.75, 0.76)) == pytest.approx([math.exp(-20), 1.0, 1.0, math.exp(20)])
+    assert ratio_quantiles(torch.zeros_like(counts), (0.5,)) == []
