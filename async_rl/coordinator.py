@@ -623,7 +623,7 @@ class Coordinator:
     # --- reports --------------------------------------------------------------------------------
 
     def _collect(self, elapsed_s: float) -> Metrics:
-        metrics = self.meter.collect(elapsed_s)
+        metrics = self.meter.collect(elapsed_s, self.ledger.dropped_tokens)
         metrics.merge(self._publication_metrics)
         self._publication_metrics = Metrics()
         counts = self.ledger.counts()

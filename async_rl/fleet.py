@@ -19,7 +19,7 @@ class FleetMeter:
         self.totals: Counter[str] = Counter()
         """Sums over all processes that ever were."""
         self._collected: Counter[str] = Counter()
-        self._generated_tokens = self._dropped_tokens = 0
+        self._generated_tokens = self._dropped_tokens = self._ledger_dropped_tokens = 0
         self._rewards: list[float] = []
 
     def update(self, name: str, incarnation: str, stats: GeneratorStats) -> None:
@@ -40,16 +40,18 @@ class FleetMeter:
         if wanted and kind == "train" and trajectory.reward is not None:
             self._rewards.append(trajectory.reward)
 
-    def collect(self, elapsed_s: float) -> Metrics:
-        """Rates over the `elapsed_s` seconds since the last call."""
+    def collect(self, elapsed_s: float, ledger_dropped_tokens: int) -> Metrics:
+        """Rates over the `elapsed_s` seconds since the last call; the ledger's count is a total."""
         metrics = Metrics()
         delta = Counter({name: total - self._collected[name] for name, total in self.totals.items()})
         self._collected = Counter(self.totals)
         metrics.mean("throughput/generated_tokens_per_s", self._generated_tokens, elapsed_s)
-        metrics.mean("throughput/dropped_tokens_per_s", self._dropped_tokens, elapsed_s)
+        dropped = self._dropped_tokens + ledger_dropped_tokens - self._ledger_dropped_tokens
+        metrics.mean("throughput/dropped_tokens_per_s", dropped, elapsed_s)
         if delta["slot_s"] > 0:
             metrics.mean("generator/idle_share", delta["idle_slot_s"], delta["slot_s"])
         metrics.mean("reward/sampled_mean", sum(self._rewards), len(self._rewards))
         self._generated_tokens = self._dropped_tokens = 0
+        self._ledger_dropped_tokens = ledger_dropped_tokens
         self._rewards.clear()
         return metrics

@@ -13,5 +13,13 @@ def test_sampled_reward_is_the_mean_over_training_results_that_were_taken() -> N
     meter.arrived(make_trajectory(0, reward=0.0), "eval", wanted=True)
     meter.arrived(make_trajectory(0, reward=0.0), "train", wanted=False)
     meter.arrived(make_trajectory(0, status="failed"), "train", wanted=True)
-    assert meter.collect(2.0).resolve()["reward/sampled_mean"] == 0.625
-    assert "reward/sampled_mean" not in meter.collect(2.0).resolve(), "a step without results has no mean"
+    assert meter.collect(2.0, 0).resolve()["reward/sampled_mean"] == 0.625
+    assert "reward/sampled_mean" not in meter.collect(2.0, 0).resolve(), "a step without results has no mean"
+
+
+def test_dropped_tokens_are_those_that_came_for_nothing_and_those_of_dropped_tickets() -> None:
+    meter = FleetMeter()
+    meter.arrived(make_trajectory(0), "train", wanted=False)
+    meter.arrived(make_trajectory(0), "train", wanted=True)
+    rates = [meter.collect(2.0, total).resolve()["throughput/dropped_tokens_per_s"] for total in (10, 10, 14)]
+    assert rates == [(2 + 10) / 2, 0.0, 4 / 2]

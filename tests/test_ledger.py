@@ -431,6 +431,7 @@ def test_groups_with_equal_rewards_are_refilled_up_to_the_limit_of_each_batch() 
     ledger.trained(batch)
     finish_group(ledger, [1.0, 1.0])
     assert ledger.counts().dropped == {"zero_variance": 3}, "the next batch has a limit of its own"
+    assert ledger.dropped_tokens == 3 * 2 * 2, "groups x members x tokens"
     ledger.check()
 
 

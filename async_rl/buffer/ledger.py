@@ -39,6 +39,8 @@ class Ledger:
         self._dropped: Counter[str] = Counter()
         self._refills = 0
         """Groups dropped for equal rewards since the last batch was taken."""
+        self.dropped_tokens = 0
+        """Sampled tokens of dropped tickets, since this ledger was made or restored."""
         self._exhausted = False
         self._versions: dict[str, int] = {}
 
@@ -286,16 +288,18 @@ class Ledger:
         self._advance()
 
     def _drop(self, ticket: int, reason: str) -> None:
+        members: Iterable[Trajectory | None]
         if ticket in self._tickets:
             for member in range(self.settings.group_size):
                 self._leases.close((ticket, member))
-            del self._tickets[ticket]
+            members = self._tickets.pop(ticket).results
         elif ticket in self._buffer:
-            self._buffer.remove(ticket)
+            members = self._buffer.remove(ticket).members
         else:
             assert self._batch is not None and ticket in self._batch, f"ticket {ticket} is not live: cannot drop it"
-            del self._batch[ticket]
+            members = self._batch.pop(ticket).members
         self._dropped[reason] += 1
+        self.dropped_tokens += sum(len(member.completion_ids) for member in members if member is not None)
 
     def _advance(self) -> None:
         self._buffer.advance(self._tickets.__contains__, self._issued)

@@ -115,7 +115,7 @@ _THROUGHPUT = (
         "Below throughput/trained_tokens_per_s for long: the buffer empties; add generators."),
     Row("throughput/trained_tokens_per_s", "mean", "tokens/s", "Completion tokens of the trained batches."),
     Row("throughput/dropped_tokens_per_s", "mean", "tokens/s",
-        "Sampled tokens that were dropped or masked, for any reason.",
+        "Sampled tokens that came for nothing (late, duplicate) or whose ticket was dropped (refilled groups too).",
         "See ledger/dropped_<reason> and staleness/overdue_token_share."),
     Row("generator/count", "last", "generators",
         "Generators that are registered.",
