@@ -120,6 +120,24 @@ def show_config(
 
 
 @app.command()
+def plan(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    from_run: Annotated[
+        str | None, typer.Option(metavar="RUN", help="Run directory whose metrics say what things take.")
+    ] = None,
+    out: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Where plan.json and plan.png go; default: run.dir.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seeds the simulation.")] = 0,
+) -> int:
+    """Simulate the settings, and find better ones for the same machines, before renting them."""
+    from async_rl.plan import run_plan
+
+    return run_plan(config, overrides or [], from_run, out, seed)
+
+
+@app.command()
 def doctor() -> int:
     """Say what this machine has and which settings follow from that."""
     from async_rl.doctor import run_doctor

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from async_rl.buffer import Answer, MemberLease, Reconciled
 from async_rl.buffer.leases import LeaseBook, Outcome
 from async_rl.buffer.waiting import WaitingMembers
+from async_rl.config import Config
 from async_rl.protocol import LeaseKey, Problem, Trajectory
 
 
@@ -30,6 +31,15 @@ class EvaluationSettings:
     """Failed results after which a sample counts as failed."""
     max_losses: int = 16
     """Dead owners after which a sample counts as failed."""
+
+    @classmethod
+    def of(cls, config: Config) -> EvaluationSettings:
+        """The part of a run's settings."""
+        return cls(
+            samples=config.evaluation.samples,
+            deadline_s=config.run.stall_timeout_s,
+            max_attempts=config.rewards.max_attempts,
+        )
 
 
 @dataclass(frozen=True)
@@ -67,6 +77,11 @@ class _Round:
     """Problem index -> sample index -> trajectory."""
     num_open: int = 0
     failed: int = 0
+
+
+def is_due(every: int, version: int, evaluated: int) -> bool:
+    """Whether a multiple of `every` lies after the last evaluated version, up to this one; 0 is never."""
+    return every > 0 and version // every != evaluated // every
 
 
 def clustered_stderr(rewards: Sequence[Sequence[float]]) -> float | None:

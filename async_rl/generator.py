@@ -25,7 +25,7 @@ import numpy as np
 
 from async_rl import protocol as p
 from async_rl.addresses import join_address, split_address
-from async_rl.config import Config, ConfigError
+from async_rl.config import Config, ConfigError, prefetch
 from async_rl.config.threads import generator_threads
 from async_rl.engines import build_engine
 from async_rl.engines.base import Engine, EngineError, Sample, SampleRequest
@@ -173,7 +173,7 @@ class Generator:
                 run_id=self.run_id,
                 policy_version=self.engine.policy_version if self.run_id else None,
                 slots=self.config.generator.slots,
-                prefetch=self._prefetch(),
+                prefetch=prefetch(self.config.generator),
                 receivers=self.engine.receivers,
                 engine=str(self.config.generator.engine.__struct_config__.tag),
                 host=socket.gethostname(),
@@ -181,11 +181,6 @@ class Generator:
                 holding=self._holding(),
             )
         )
-
-    def _prefetch(self) -> int:
-        """Leases beyond the slots: the engine has the next request at hand when one ends."""
-        given = self.config.generator.prefetch
-        return max(1, self.config.generator.slots // 4) if given is None else given
 
     def _holding(self) -> tuple[p.LeaseKey, ...]:
         return (*self.work, *self.unacknowledged)

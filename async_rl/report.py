@@ -41,7 +41,7 @@ def draw_report(metrics_jsonl: Path, out: Path, config: Config) -> None:
     panels = (_learning, _staleness, _throughput, _waiting, _mismatch, _optimisation)
     for axis, panel in zip(axes.flat, panels, strict=True):
         panel(axis, series, config)
-        _finish(axis)
+        style_axis(axis)
     for axis in axes[-1]:
         axis.set_xlabel("step")
     figure.suptitle(_title(series, config), x=0.012, ha="left", fontsize=13, fontweight="bold")
@@ -62,7 +62,8 @@ def _line(axis: Axes, series: Series, key: str, label: str, color: str, **style:
         axis.plot(steps, values, label=label, color=color, **{"linewidth": 1.6, **marker, **style})
 
 
-def _finish(axis: Axes) -> None:
+def style_axis(axis: Axes) -> None:
+    """The look of every panel: open frame, light grid, a legend where there are labels."""
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(axis="y", color="#e4e6ea", linewidth=0.8)
     axis.set_axisbelow(True)

@@ -13,11 +13,11 @@ PACKAGE = ROOT / "async_rl"
 
 FLOORS = {
     5: ("cli",),
-    4: ("launch", "recipes", "doctor", "pages"),
+    4: ("launch", "recipes", "doctor", "pages", "plan", "plan_figure"),
     3: ("learner", "coordinator", "generator"),
     2: (
         "algos", "envs", "engines", "buffer", "transport", "weights", "membership", "publication", "evaluation",
-        "leasing", "fleet", "http", "console", "report", "advice",
+        "leasing", "fleet", "http", "console", "report", "advice", "simulate",
     ),
     1: ("config", "protocol", "frames", "metrics", "staleness", "addresses"),
 }  # fmt: skip
@@ -29,9 +29,9 @@ HOMES = {
     "ray": ("launch/ray",),
     "wandb": ("metrics/sinks",),
     "tensorboard": ("metrics/sinks",),
-    "matplotlib": ("report",),
+    "matplotlib": ("report", "plan_figure"),
     "typer": ("cli",),
-    "rich": ("cli", "console", "doctor", "recipes/"),
+    "rich": ("cli", "console", "doctor", "plan", "recipes/"),
     "pickle": (),
 }
 """Library -> beginnings of the paths of the modules that may import it."""
@@ -40,7 +40,7 @@ LIGHT = (
     "async_rl", "async_rl.cli", "async_rl.config", "async_rl.protocol", "async_rl.metrics", "async_rl.buffer",
     "async_rl.membership", "async_rl.publication", "async_rl.evaluation", "async_rl.leasing", "async_rl.transport",
     "async_rl.coordinator", "async_rl.console", "async_rl.report", "async_rl.staleness", "async_rl.launch.local",
-    "async_rl.doctor",
+    "async_rl.doctor", "async_rl.simulate", "async_rl.plan",
 )  # fmt: skip
 """Modules that load neither torch nor vLLM nor transformers."""
 

@@ -1,6 +1,6 @@
 """Settings: schema, loading, cross-checks and explanation."""
 
-from async_rl.config.checks import ConfigError, check_config, reorder_window, run_ahead, warnings
+from async_rl.config.checks import ConfigError, check_config, prefetch, reorder_window, run_ahead, warnings
 from async_rl.config.load import build_config, dump_config, dump_json, load_config
 from async_rl.config.schema import Config
 
@@ -12,6 +12,7 @@ __all__ = [
     "dump_config",
     "dump_json",
     "load_config",
+    "prefetch",
     "reorder_window",
     "run_ahead",
     "warnings",

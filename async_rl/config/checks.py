@@ -13,6 +13,7 @@ from async_rl.config.fields import settings, tag_of
 from async_rl.config.schema import (
     ArithmeticEnvironment,
     Config,
+    GeneratorConfig,
     ReinforcePlusPlusAdvantage,
     StalenessConfig,
     VllmEngine,
@@ -43,6 +44,11 @@ def run_ahead(staleness: StalenessConfig, batch_groups: int) -> int:
     """Batches that may be issued beyond the version loaded (docs/staleness.md); negative: none could ever be issued."""
     window = reorder_window(staleness, batch_groups)
     return staleness_rule.run_ahead(staleness.max_staleness, staleness.overdue, window, batch_groups)
+
+
+def prefetch(generator: GeneratorConfig) -> int:
+    """Leases beyond the slots: the engine has the next request at hand when one ends."""
+    return max(1, generator.slots // 4) if generator.prefetch is None else generator.prefetch
 
 
 def nearest_multiples(value: int, of: int) -> tuple[int, ...]:

@@ -432,6 +432,27 @@ class EvaluationConfig(Section, frozen=True):
     temperature: Annotated[float, _text("Sampling temperature; 0 is greedy.", ge=0)] = 1.0
 
 
+class PlanConfig(Section, frozen=True):
+    """What things take, and cost, in the simulation of `async-rl plan`; no other command reads it (docs/tuning.md)."""
+
+    tokens_per_s: Annotated[Annotated[float, Meta(gt=0)] | None, _text("Decoding rate of one request that runs alone; default: that of the simulated engine.")] = None
+    slowdown: Annotated[float, _text("Share by which each further running request of an engine stretches the time per token.", ge=0)] = 0.0
+    median_tokens: Annotated[Annotated[float, Meta(gt=0)] | None, _text("Median completion length (lognormal); default: that of the simulated engine.")] = None
+    sigma: Annotated[Annotated[float, Meta(ge=0)] | None, _text("Sigma of the lognormal length; default: that of the simulated engine.")] = None
+    step_s: Annotated[float, _text("Seconds of a step whatever its size.", ge=0)] = 0.0
+    learner_tokens_per_s: Annotated[Annotated[float, Meta(gt=0)] | None, _text("Completion tokens that one learner rank trains per second, beyond step_s.")] = None
+    gather_s: Annotated[float, _text("Seconds for which a publication holds the learner.", ge=0)] = 0.0
+    transfer_s: Annotated[float, _text("Seconds from there until engines begin to load.", ge=0)] = 0.0
+    pause_s: Annotated[Annotated[float, Meta(ge=0)] | None, _text("Seconds for which an engine stands still to load; default: load_s of the simulated engine, else 0.")] = None
+    score_s: Annotated[float, _text("Seconds from a completion's last token to its reward.", ge=0)] = 0.0
+    failure_every_s: Annotated[Annotated[float, Meta(gt=0)] | None, _text("Mean seconds between failures of one generator; absent: none fails.")] = None
+    restart_s: Annotated[float, _text("Seconds from a generator's failure until it has weights again.", ge=0)] = 60.0
+    generator_price: Annotated[Annotated[float, Meta(ge=0)] | None, _text("Price of one generator for an hour; with learner_price the plan shows cost per trained token.")] = None
+    learner_price: Annotated[Annotated[float, Meta(ge=0)] | None, _text("Price of one learner rank for an hour.")] = None
+    devices: Annotated[Annotated[int, Meta(ge=2)] | None, _text("Devices to split between the two sides: a generator takes tensor_parallel of its engine, a learner rank one; default: as many as the settings use.")] = None
+    members: Annotated[int, _text("Members that one simulation trains about: more take longer and vary less.", ge=100)] = 10000
+
+
 class MetricsConfig(Section, frozen=True):
     """Where metrics go; metrics.jsonl is always written."""
 
@@ -459,3 +480,4 @@ class Config(Section, frozen=True, kw_only=True):
     transport: TransportConfig = TransportConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     metrics: MetricsConfig = MetricsConfig()
+    plan: PlanConfig = PlanConfig()

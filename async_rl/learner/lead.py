@@ -48,13 +48,7 @@ class Lead:
             self.console.message(f"{number} problems are not used: {reason}")
         self.publisher = Publisher(config, self.run_id, device, config.transport.host)
         ledger = Ledger(LedgerSettings.of(config), self.problems.draw)
-        evaluations = Evaluations(
-            EvaluationSettings(
-                samples=config.evaluation.samples,
-                deadline_s=config.run.stall_timeout_s,
-                max_attempts=config.rewards.max_attempts,
-            )
-        )
+        evaluations = Evaluations(EvaluationSettings.of(config))
         self.coordinator = Coordinator(
             config=config,
             run_id=self.run_id,

@@ -16,6 +16,7 @@ from typing import Any
 
 from async_rl.buffer import TrajectoryGroup
 from async_rl.config import Config
+from async_rl.evaluation import is_due
 from async_rl.learner.batch import prepare_batch
 from async_rl.learner.lead import Lead
 from async_rl.learner.model import Policy, load_policy
@@ -114,12 +115,10 @@ class Loop:
             self.lead.report(step, metrics)
 
     def _evaluation_due(self, version: int) -> bool:
-        """Whether a multiple of evaluation.every lies after the last evaluated version, up to this one."""
-        every = self.config.evaluation.every
-        if every == 0 or version // every == self._evaluated // every:
-            return False
-        self._evaluated = version
-        return True
+        due = is_due(self.config.evaluation.every, version, self._evaluated)
+        if due:
+            self._evaluated = version
+        return due
 
     def _publish(self, version: int, evaluate: bool) -> float:
         """Gather on all ranks, hand over to the coordinator; returns the seconds that the learner was held."""

@@ -1,0 +1,141 @@
+"""What things took in a run: the costs of the simulator, from <run.dir>/metrics.jsonl."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from async_rl.config import Config, ConfigError, load_config
+from async_rl.report import Series, read_series
+from async_rl.simulate.costs import Costs
+from async_rl.simulate.lengths import Quantiles
+
+FEWEST_STEPS = 3
+"""Counted steps below which a run says too little."""
+LEAST_CORRELATION = 0.7
+"""Below it a quantity explains less than half of the variance: its effect cannot be told from noise."""
+
+
+class Measured:
+    """Metrics of the steps of a run, the first left out: it waits for engines to start."""
+
+    def __init__(self, series: Series) -> None:
+        self._by_step = {key: dict(zip(*points, strict=True)) for key, points in series.items()}
+        self.steps = sorted(self._by_step.get("time/step_s", {}))[1:]
+
+    def has(self, key: str) -> bool:
+        """Whether every counted step has it."""
+        return all(step in self._by_step.get(key, {}) for step in self.steps)
+
+    def of(self, key: str, default: float = 0.0) -> np.ndarray:
+        """float64 [steps]; the default where a step lacks it."""
+        found = self._by_step.get(key, {})
+        return np.array([found.get(step, default) for step in self.steps])
+
+    def mean(self, key: str, default: float = 0.0) -> float:
+        """Over the counted steps that have it."""
+        found = self._by_step.get(key, {})
+        values = [found[step] for step in self.steps if step in found]
+        return float(np.mean(values)) if values else default
+
+    def rate(self, key: str) -> float:
+        """Mean of a rate or share, weighted by the seconds that it held for."""
+        return float(np.average(self.of(key), weights=self.of("time/step_s")))
+
+
+NEEDED = (
+    "time/train_s", "completion/length_mean", "group/trained", "throughput/generated_tokens_per_s",
+    "generator/idle_share", "generator/slots",
+)  # fmt: skip
+
+
+def measured(run_dir: Path) -> Measured:
+    """The metrics of a run; raises ConfigError when there are too few to say what things take."""
+    path = run_dir / "metrics.jsonl"
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist: --from-run takes the directory of a run")
+    found = Measured(read_series(path))
+    if len(found.steps) < FEWEST_STEPS:
+        raise ConfigError(
+            f"{path} has {len(found.steps)} steps after the first, which waits for engines to start; at least "
+            f"{FEWEST_STEPS} are needed to say what things take"
+        )
+    missing = [key for key in NEEDED if not found.has(key)]
+    if missing:
+        raise ConfigError(f"{path} lacks {', '.join(missing)} in some steps; take a run of this version of async_rl")
+    return found
+
+
+def costs_from_run(run_dir: Path) -> Costs:
+    """Costs as measured in a run, whose settings are read from <run_dir>/config.json."""
+    run, config = measured(run_dir), load_config(str(run_dir / "config.json"), [])
+    step_s, token_s = _learner(run, config)
+    pause_s = run.mean("time/pause_s")
+    tokens_per_s, slowdown = _engine(run, config, pause_s)
+    return Costs(
+        tokens_per_s=tokens_per_s,
+        slowdown=slowdown,
+        lengths=_lengths(run, config),
+        step_s=step_s,
+        learner_tokens_per_s=1 / (token_s * config.learner.ranks),
+        gather_s=run.mean("time/gather_s"),
+        transfer_s=max(0.0, run.mean("time/publication_s") - pause_s),
+        pause_s=pause_s,
+        score_s=run.mean("reward/score_s"),
+        failure_every_s=config.plan.failure_every_s,
+        restart_s=config.plan.restart_s,
+    )
+
+
+def batch_tokens(run: Measured, config: Config) -> np.ndarray:
+    """Completion tokens of each batch, float64 [steps]."""
+    return run.of("completion/length_mean") * run.of("group/trained") * config.sampling.group_size
+
+
+def line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """(a, b) of y = a + b x with a, b >= 0 by least squares; a = 0 where they cannot be told apart."""
+    through_origin = (0.0, float(x @ y / (x @ x)))
+    if np.std(x) == 0 or np.std(y) == 0 or np.corrcoef(x, y)[0, 1] < LEAST_CORRELATION:
+        return through_origin
+    slope = float(np.cov(x, y)[0, 1] / np.var(x, ddof=1))
+    start = float(np.mean(y) - slope * np.mean(x))
+    if slope <= 0 or start < 0:
+        return through_origin
+    return start, slope
+
+
+def _learner(run: Measured, config: Config) -> tuple[float, float]:
+    """(seconds of a step, further seconds for each completion token) of all ranks together."""
+    return line(batch_tokens(run, config), run.of("time/train_s"))
+
+
+def _engine(run: Measured, config: Config, pause_s: float) -> tuple[float, float]:
+    """(tokens per second of a request alone, slowdown), pauses taken out."""
+    slots, step_s = run.of("generator/slots"), run.of("time/step_s")
+    busy = slots * (1 - run.of("generator/idle_share"))
+    working = 1 - np.clip(pause_s / (step_s * config.staleness.publish_every), 0, 0.9)
+    slot_seconds = busy * working * step_s
+    tokens = run.of("throughput/generated_tokens_per_s") * step_s
+    if tokens.sum() <= 0 or slot_seconds.sum() <= 0:
+        raise ConfigError("the run's generators sampled nothing: throughput/generated_tokens_per_s is 0 in every step")
+    used = (slot_seconds > 0) & (tokens > 0)
+    running = busy[used] / np.maximum(1.0, slots[used] / config.generator.slots)
+    start, slope = line(running, slot_seconds[used] / tokens[used])
+    if start == 0:
+        return float(tokens.sum() / slot_seconds.sum()), 0.0
+    alone = start + slope
+    return 1 / alone, slope / alone
+
+
+def _lengths(run: Measured, config: Config) -> Quantiles:
+    """Knots at the quantiles that the metrics have and at the largest of a batch, scaled to the mean that was seen."""
+    longest = config.sampling.max_completion_tokens
+    p10, p50, p90 = (max(1.0, run.mean(f"completion/length/p{q}", 1.0)) for q in (10, 50, 90))
+    largest = min(float(longest), max(p90, run.mean("completion/length_max", p90)))
+    per_batch = float(np.mean(run.of("group/trained"))) * config.sampling.group_size
+    top = max(0.95, 1 - 1 / (per_batch + 1))
+    least = max(1.0, p10 * p10 / p50)
+    found = Quantiles((0.0, 0.1, 0.5, 0.9, top, 1.0), (least, p10, p50, p90, largest, largest), longest)
+    scale = run.mean("completion/length_mean") / found.mean()
+    return Quantiles(found.shares, tuple(max(1.0, tokens * scale) for tokens in found.tokens), longest)
