@@ -141,6 +141,11 @@ def test_the_batch_sizes_that_are_offered_divide(groups: int, size: int, parts: 
             ["algorithm.overlong.penalty=1", "algorithm.overlong.buffer_tokens=300"],
             ("buffer_tokens = 300", "tokens = 256"),
         ),
+        (
+            ["alarms.stop=entropy_collapse", "alarms.min_entropy=none"],
+            ("'entropy_collapse'", "alarms.min_entropy is off"),
+        ),
+        (["alarms.stop=overdue", "staleness.overdue=keep"], ("'overdue'", "staleness.overdue = 'keep'")),
         (["data.eval_problems=0"], ("evaluation.every = 10", "data.eval_problems >= 1")),
         (["evaluation.every=0", "run.stop_at_accuracy=0.9"], ("run.stop_at_accuracy = 0.9", "evaluation.every >= 1")),
         (["generator.engine.max_model_len=512"], ("generator.engine.max_model_len = 512", "1280")),

@@ -17,7 +17,7 @@ FLOORS = {
     3: ("learner", "coordinator", "generator"),
     2: (
         "algos", "envs", "engines", "buffer", "transport", "weights", "membership", "publication", "evaluation",
-        "leasing", "fleet", "http", "console", "report", "advice", "simulate",
+        "leasing", "fleet", "http", "console", "report", "advice", "simulate", "alarms",
     ),
     1: ("config", "protocol", "frames", "metrics", "staleness", "addresses"),
 }  # fmt: skip
@@ -40,7 +40,7 @@ LIGHT = (
     "async_rl", "async_rl.cli", "async_rl.config", "async_rl.protocol", "async_rl.metrics", "async_rl.buffer",
     "async_rl.membership", "async_rl.publication", "async_rl.evaluation", "async_rl.leasing", "async_rl.transport",
     "async_rl.coordinator", "async_rl.console", "async_rl.report", "async_rl.staleness", "async_rl.launch.local",
-    "async_rl.doctor", "async_rl.simulate", "async_rl.plan",
+    "async_rl.doctor", "async_rl.simulate", "async_rl.plan", "async_rl.alarms",
 )  # fmt: skip
 """Modules that load neither torch nor vLLM nor transformers."""
 

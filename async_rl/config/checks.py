@@ -19,6 +19,18 @@ from async_rl.config.schema import (
     VllmEngine,
 )
 
+ALARM_THRESHOLDS = {
+    "effective_sample_size": "min_effective_sample_size",
+    "mismatch": "max_mismatch",
+    "all_rejected": "max_masked_share",
+    "overdue": "max_overdue_share",
+    "repeated_completions": "max_repeated_nats",
+    "equal_rewards": "max_equal_rewards_share",
+    "entropy_collapse": "min_entropy",
+    "failures": "max_failed_share",
+}
+"""Alarm -> the setting of its threshold."""
+
 
 class ConfigError(ValueError):
     """The user's settings cannot be used; the message is one line that says why and what would work."""
@@ -195,6 +207,15 @@ def _check_data(config: Config) -> None:
         )
 
 
+def _check_alarms(config: Config) -> None:
+    for name in config.alarms.stop:
+        setting = ALARM_THRESHOLDS[name]
+        off = name != "mismatch" and getattr(config.alarms, setting) is None
+        if off or (name == "overdue" and config.staleness.overdue != "mask"):
+            why = f"alarms.{setting} is off" if off else f"staleness.overdue = {config.staleness.overdue!r} masks none"
+            raise ConfigError(f"alarms.stop names {name!r}, which can never be raised: {why}; remove it or change that")
+
+
 def _check_effect(config: Config, ranks: Mapping[str, int]) -> None:
     """A setting without effect is a mistake, unless a later layer turned off what an earlier one had set up."""
     defaults = {setting.path: setting.default for setting in settings()}
@@ -215,6 +236,7 @@ def check_config(config: Config, ranks: Mapping[str, int] | None = None) -> None
         _check_schedule,
         _check_transport,
         _check_data,
+        _check_alarms,
     ):
         check(config)
     _check_effect(config, ranks or {})

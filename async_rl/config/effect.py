@@ -73,6 +73,9 @@ SWITCHES: dict[str, Switch] = {
     "algorithm.correction.cap": Switch(
         (_LEVEL, _MODE, "algorithm.loss.type"),
         f"{_LEVEL} is 'none', or the loss takes the ratio to the behavior policy itself", _no_cap),
+    "alarms.max_overdue_share": Switch(
+        ("staleness.overdue",), "only staleness.overdue = 'mask' masks tokens for their age",
+        lambda c: c.staleness.overdue != "mask"),
     "data.path": _ARITHMETIC,
     "data.eval_path": _ARITHMETIC,
     "data.prompt_column": _ARITHMETIC,

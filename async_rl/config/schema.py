@@ -453,6 +453,34 @@ class PlanConfig(Section, frozen=True):
     members: Annotated[int, _text("Members that one simulation trains about: more take longer and vary less.", ge=100)] = 10000
 
 
+class AlarmsConfig(Section, frozen=True):
+    """When a metric raises an alarm: a counter and one line that says what it means and what to do (docs/alarms.md)."""
+
+    patience: Annotated[int, _text("Steps in a row beyond a threshold that raise an alarm, and within it that end it.", ge=1)] = 3
+    repeat_every: Annotated[int, _text("Steps before an alarm that stands says so again.", ge=1)] = 20
+    stop: Annotated[
+        tuple[
+            Literal["effective_sample_size", "mismatch", "all_rejected", "overdue", "repeated_completions", "equal_rewards", "entropy_collapse", "failures"],
+            ...,
+        ],
+        _text("Alarms that end the run with an error."),
+    ] = ()
+    min_effective_sample_size: Annotated[Annotated[float, Meta(gt=0, le=1)] | None, _text("Alarm effective_sample_size below this share, uncorrected.")] = 0.3
+    max_mismatch: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        _text("Alarm mismatch from this mean |engine - learner| logprob at staleness 0, nats; default: 1e-3 where both compute in float32, else 0.05."),
+    ] = None
+    max_masked_share: Annotated[Annotated[float, Meta(gt=0, le=1)] | None, _text("Alarm all_rejected from this share of tokens that the correction removes.")] = 0.95
+    max_overdue_share: Annotated[Annotated[float, Meta(gt=0, le=1)] | None, _text("Alarm overdue from this share of sampled tokens that are masked for their age.")] = 0.5
+    max_repeated_nats: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        _text("Alarm repeated_completions from copies within a group of a probability of exp(-this) or less."),
+    ] = 30.0
+    max_equal_rewards_share: Annotated[Annotated[float, Meta(gt=0, le=1)] | None, _text("Alarm equal_rewards from this share of groups without signal.")] = 1.0
+    min_entropy: Annotated[Annotated[float, Meta(gt=0)] | None, _text("Alarm entropy_collapse below this mean entropy, nats per token.")] = 0.005
+    max_failed_share: Annotated[Annotated[float, Meta(gt=0, le=1)] | None, _text("Alarm failures from this share of trajectories without a usable reward.")] = 0.5
+
+
 class MetricsConfig(Section, frozen=True):
     """Where metrics go; metrics.jsonl is always written."""
 
@@ -479,5 +507,6 @@ class Config(Section, frozen=True, kw_only=True):
     weights: WeightsConfig = WeightsConfig()
     transport: TransportConfig = TransportConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    alarms: AlarmsConfig = AlarmsConfig()
     metrics: MetricsConfig = MetricsConfig()
     plan: PlanConfig = PlanConfig()

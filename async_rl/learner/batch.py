@@ -15,6 +15,7 @@ import numpy as np
 
 from async_rl.algos.advantages import compute_batch_advantages
 from async_rl.config import Config
+from async_rl.learner.repeats import all_identical, repeated_nats
 from async_rl.learner.shaping import is_left_out, shaped_rewards
 from async_rl.metrics import Metrics
 from async_rl.staleness import staleness_per_token
@@ -168,13 +169,15 @@ def _record_group(
     metrics: Metrics, group: TrajectoryGroup, advantages: Sequence[float | None], group_size: int
 ) -> None:
     """Rewards and lengths of the scored members; whether the group carries any signal."""
-    scored = sum(member.reward is not None for member in group.members)
+    sampled = [member for member in group.members if member.reward is not None]
+    scored = len(sampled)
+    metrics.mean("group/identical_share", float(all_identical(sampled)), 1.0)
+    metrics.max("group/repeated_nats", repeated_nats(sampled))
     metrics.sum("group/trained", 1.0)
     metrics.mean("reward/failed_share", group_size - scored, group_size)
     metrics.mean("group/zero_variance_share", float(not any(advantages)), 1.0)
-    for member in group.members:
-        if member.reward is None:
-            continue
+    for member in sampled:
+        assert member.reward is not None
         length = len(member.completion_ids)
         metrics.mean("reward/mean", member.reward, 1.0)
         metrics.mean("reward/score_s", member.reward_s, 1.0)

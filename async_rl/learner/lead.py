@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from async_rl.alarms import Alarms
 from async_rl.buffer import Ledger, LedgerSettings, TrajectoryGroup
 from async_rl.config import Config
 from async_rl.console import Console
@@ -59,6 +60,7 @@ class Lead:
             transfer=self.publisher,
             notify=self.console.message,
         )
+        self.alarms = Alarms(config, on_cpu=device.type == "cpu")
         self.sinks = open_sinks(config, self.run_dir)
         self.last_values: dict[str, float] = {}
         self.accuracies: list[tuple[int, float]] = []
@@ -140,7 +142,13 @@ class Lead:
             metrics.last(f"data/dropped_{reason}", number)
         metrics.merge(self.coordinator.collect(step_s))
         self._take_evaluations()
+        for line in self.alarms.check(step, metrics.resolve()):
+            log.warning("%s", line)
+        for name, steps in self.alarms.counts().items():
+            metrics.last(f"alarm/{name}", steps)
         self._write(step, metrics)
+        if ending := self.alarms.ends_run():
+            raise RuntimeError(ending)
 
     def _write(self, step: int, metrics: Metrics) -> None:
         results, self._fresh_results = self._fresh_results, []

@@ -48,6 +48,12 @@ _REWARD = (
     Row("group/zero_variance_share", "mean", "share",
         "Groups whose members all got the same reward: no gradient.",
         "Near 1: too easy or too hard; mix difficulties, raise sampling.group_size or sampling.max_refills."),
+    Row("group/identical_share", "mean", "share",
+        "Groups whose completions are all the same.",
+        "Near 1 with a low loss/entropy: the policy is sure; otherwise see group/repeated_nats."),
+    Row("group/repeated_nats", "max", "nats",
+        "Largest -log probability that independent samples would repeat each other as much as those of one group.",
+        "Above 30: members share a seed; alarm repeated_completions."),
     Row("group/trained", "sum", "groups",
         "Groups in the batch.",
         "Equals learner.batch_groups, except at the end of the data."),
@@ -251,6 +257,12 @@ _LEDGER = (
     Row("data/dropped_<reason>", "last", "problems", "Problems of the dataset that are never posed, by reason."),
 )
 
+_ALARMS = (
+    Row("alarm/<name>", "last", "steps",
+        "Steps that an alarm has stood so far (docs/alarms.md); thresholds are in section alarms.",
+        "Above 0: its line on the console says what it means and what to do."),
+)
+
 _MEMORY = (
     Row("memory/learner_rss_bytes", "max", "bytes",
         "Resident memory of the largest learner rank.",
@@ -271,6 +283,7 @@ CATALOGUE: tuple[Row, ...] = (
     *_CORRECTION,
     *_OPTIMISATION,
     *_LEDGER,
+    *_ALARMS,
     *_MEMORY,
 )
 

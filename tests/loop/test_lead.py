@@ -9,7 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import pytest
 
+from async_rl.alarms import Alarms
 from async_rl.evaluation import EvaluationResult, EvaluationSettings
 from async_rl.learner.lead import Lead
 from async_rl.metrics import Metrics
@@ -75,3 +77,29 @@ def test_two_rounds_that_end_within_one_step_have_a_line_each(tmp_path: Path) ->
     lead._write(7, Metrics())
     lead.coordinator.stop("test")
     assert [row["eval/accuracy"] for row in rows] == [0.25, 0.75]
+
+
+def test_an_alarm_is_counted_said_and_written_before_it_ends_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(tmp_path, alarms={"patience": 1, "stop": ("failures",)})
+    written: list[dict[str, float]] = []
+    lead = Lead.__new__(Lead)
+    lead.config, lead.alarms = config, Alarms(config, on_cpu=True)
+    lead._step_started = lead._wait_s = 0.0
+    lead._gather_s, lead._fresh_results, lead.last_values = None, [], {}
+    lead.problems = SimpleNamespace(dropped={})  # type: ignore[assignment]
+    lead.console = SimpleNamespace(update=lambda *_: None)  # type: ignore[assignment]
+    lead.sinks = [SimpleNamespace(write=lambda step, values: written.append(dict(values)))]  # type: ignore[list-item]
+    lead.coordinator = SimpleNamespace(  # type: ignore[assignment]
+        collect=lambda _: Metrics(), take_evaluations=lambda: [], status=lambda: {}
+    )
+    healthy, broken = Metrics(), Metrics()
+    healthy.mean("reward/failed_share", 0, 8)
+    broken.mean("reward/failed_share", 8, 8)
+    lead.report(1, healthy)
+    assert caplog.messages == [] and written[-1]["alarm/failures"] == 0
+    with pytest.raises(RuntimeError, match=r"alarms\.stop ends the run: failures"):
+        lead.report(2, broken)
+    assert written[-1]["alarm/failures"] == 1 and written[-1]["reward/failed_share"] == 1.0
+    assert [message.split(":")[0] for message in caplog.messages] == ["ALARM failures"]
