@@ -37,9 +37,8 @@ def run_recipe(preset: str, make_model: Callable[[Path], Path], overrides: Seque
     code = run_train(path, overrides)
     if code == 0:
         show(run_dir, time.monotonic() - started, config.staleness.max_staleness)
-        print(
-            f"curves: {run_dir / 'report.png'}   completions: {run_dir / 'completions.md'}   model: {run_dir / 'model'}"
-        )
+        written = {"curves": "report.png", "completions": "completions.md", "model": "model"}
+        print("   ".join(f"{what}: {run_dir / name}" for what, name in written.items() if (run_dir / name).exists()))
     return code
 
 
