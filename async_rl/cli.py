@@ -146,6 +146,37 @@ def doctor() -> int:
 
 
 @app.command()
+def status(
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[HOST:PORT | RUN_DIR]", help="The learner's HTTP port, or its run; default: the newest in runs/."
+        ),
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until Ctrl-C.")] = False,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between refreshes of --watch.")] = 1.0,
+    json: Annotated[bool, typer.Option("--json", help="Print what /status says, as it is.")] = False,
+) -> int:
+    """Show a running learner: generators, versions, leases, rates, last errors. Exit code 1 if nobody answers."""
+    from async_rl.status import run_status
+
+    return run_status(target, watch, every, as_json=json)
+
+
+@app.command()
+def keys(folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Where to; it is made if absent.")]) -> None:
+    """Write the key files of a run whose generators are on other machines: learner.key and generator.key."""
+    from async_rl.keys import create_keys
+
+    learner_key, generator_key = create_keys(Path(folder))
+    print(
+        f"{learner_key}: stays with the learner\n"
+        f"{generator_key}: copy it to every machine that runs generators (scp -p keeps its mode)\n"
+        f"then set transport.keys={folder} on both sides"
+    )
+
+
+@app.command()
 def quickstart(overrides: Overrides = None) -> int:
     """Build a tiny model and teach it arithmetic with a real engine, in minutes on two cores."""
     from async_rl.recipes.quickstart import run

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -26,7 +27,9 @@ from async_rl.buffer import Ledger, TrajectoryGroup
 from async_rl.config import Config
 from async_rl.evaluation import EvaluationResult, Evaluations
 from async_rl.fleet import FleetMeter
+from async_rl.frames import one_line
 from async_rl.http import StatusServer
+from async_rl.keys import keys_of
 from async_rl.leasing import Leasing
 from async_rl.membership import Member, Membership
 from async_rl.metrics import Metrics
@@ -40,6 +43,16 @@ MAX_LEASES = 32
 """Leases of one message: hundreds of long rows would exceed what a message may hold."""
 MAX_SHOWN_ERRORS = 5
 """Failed members whose error is shown; later ones are only counted."""
+ERRORS_KEPT = 8
+"""Last errors that /status shows."""
+
+STATUS_RATES = (
+    "throughput/generated_tokens_per_s",
+    "throughput/dropped_tokens_per_s",
+    "generator/idle_share",
+    "time/publication_s",
+)
+"""Metrics of the last step that /status repeats."""
 
 T = TypeVar("T")
 
@@ -123,7 +136,7 @@ class Coordinator:
             pub.PublicationSettings(deadline_s=config.weights.deadline_s), self.members.epochs
         )
         self.meter = FleetMeter()
-        self.server = Server(config.transport.max_message_bytes)
+        self.server = Server(config.transport.max_message_bytes, keys_of(config, "learner"))
         self.http = StatusServer(self.status, self._values, self._snapshots_get, self._problem)
         self.addresses: dict[str, str] = {}
         self._manifest: p.Manifest | None = None
@@ -137,6 +150,7 @@ class Coordinator:
         self._evaluate_after: set[int] = set()
         self._last_values: dict[str, float] = {}
         self._num_errors = 0
+        self._last_errors: deque[tuple[float, str]] = deque(maxlen=ERRORS_KEPT)
         self._work_changed = True
         self._progress_at = clock()
         self._progress_mark: Any = None
@@ -153,7 +167,7 @@ class Coordinator:
         """
         t = self.config.transport
         port = self.server.bind(t.host, t.port, t.insecure)
-        http_port = self.http.start(t.host, t.http_port, t.insecure)
+        http_port = self.http.start(t.host, t.http_port, t.insecure or t.keys is not None)
         self.addresses = {"learner": join_address(t.host, port), "http": join_address(t.host, http_port)}
         self._progress_at = self.clock()
         self._thread.start()
@@ -362,7 +376,7 @@ class Coordinator:
             case p.Loaded():
                 self._loaded(name, message, now)
             case p.Goodbye():
-                self._gone(name, message.reason)
+                self._gone(name, one_line(message.reason))
             case _:
                 pass
 
@@ -437,6 +451,7 @@ class Coordinator:
             except p.ProtocolError as error:
                 self.server.refused["impossible_versions"] += 1
                 log.error("refused a trajectory of %s: %s", name, error)
+                self._remember_error(f"refused a trajectory of {name}: {error}")
         self.meter.arrived(trajectory, key.kind, wanted=outcome == "stored")
         if outcome == "stored" and trajectory.status == "failed":
             self._show_error(name, key, trajectory)
@@ -445,13 +460,16 @@ class Coordinator:
 
     def _show_error(self, name: str, key: p.LeaseKey, trajectory: p.Trajectory) -> None:
         self._num_errors += 1
+        text = f"member {key.member} of {key.kind} ticket {key.ticket} failed on {name}: {one_line(trajectory.error or '')}"
+        self._remember_error(text)
         if self._num_errors <= MAX_SHOWN_ERRORS:
             last = (
                 " (further ones are only counted: reward/failed_share)" if self._num_errors == MAX_SHOWN_ERRORS else ""
             )
-            self.notify(
-                f"member {key.member} of {key.kind} ticket {key.ticket} failed on {name}: {trajectory.error}{last}"
-            )
+            self.notify(f"{text}{last}")
+
+    def _remember_error(self, text: str) -> None:
+        self._last_errors.append((self.clock(), text))
 
     def _gone(self, name: str, reason: str) -> None:
         member = self.members.leave(name, reason)
@@ -574,7 +592,7 @@ class Coordinator:
             return
         path = future.result()
         self._snapshots = {manifest.version: path}
-        url = f"http://{self.addresses['http']}/snapshot/{manifest.version}"
+        url = f"http://{self.addresses['http']}{self.http.snapshot_path(manifest.version)}"
         self._send_to(
             action.name,
             p.LoadSnapshot(manifest=manifest, path=str(path.resolve()), url=url, deadline_s=action.deadline_s),
@@ -593,6 +611,7 @@ class Coordinator:
             return
         if action.alarm:
             log.error("ALARM: generator %s has wrong weights: %s", action.name, action.reason)
+        self._remember_error(f"evicted {action.name}: {action.reason}")
         # It may come back with a new Hello, and then loads a snapshot.
         self._send(member, p.Refused(reason=f"evicted: {action.reason}", retry=True))
         self._release(member, f"evicted: {action.reason}")
@@ -648,7 +667,9 @@ class Coordinator:
         now = self.clock()
         counts = self.ledger.counts()
         return {
+            "name": self.config.run.name,
             "run_id": self.run_id,
+            "steps": {"trained": self.ledger.steps, "total": self.config.run.steps},
             "published": self.publications.published,
             "wait": self._describe_wait(now),
             "ledger": {
@@ -661,6 +682,8 @@ class Coordinator:
             },
             "events": dict(self.ledger.events),
             "refused": dict(self.server.refused),
+            "rates": {key: self._last_values[key] for key in STATUS_RATES if key in self._last_values},
+            "errors": [{"ago_s": round(now - at, 1), "text": text} for at, text in self._last_errors],
             "generators": [
                 {
                     "name": m.name,
@@ -668,6 +691,7 @@ class Coordinator:
                     "version": m.version,
                     "slots": m.slots,
                     "outstanding": self.ledger.outstanding(m.name) + self.evaluations.outstanding(m.name),
+                    "finished": m.stats.finished,
                     "last_seen_s": round(now - m.last_seen, 1),
                     "host": m.host,
                     "pid": m.pid,

@@ -31,6 +31,7 @@ from async_rl.engines import build_engine
 from async_rl.engines.base import Engine, EngineError, Sample, SampleRequest
 from async_rl.envs.base import Environment, build_environment
 from async_rl.envs.tokenize import completion_text, load_tokenizer
+from async_rl.keys import Keys, keys_of
 from async_rl.transport import Client
 from async_rl.weights.errors import WeightsError
 
@@ -492,16 +493,17 @@ def run_generator(config: Config, learner: str | None, name: str | None) -> int:
     """
     address = learner or join_address(config.transport.host, config.transport.port)
     split_address(address)  # Before an engine is started for nothing.
-    return asyncio.run(_serve(config, address, name or default_name()))
+    keys = keys_of(config, "generator")
+    return asyncio.run(_serve(config, address, name or default_name(), keys))
 
 
-async def _serve(config: Config, address: str, name: str) -> int:
+async def _serve(config: Config, address: str, name: str, keys: Keys | None) -> int:
     incarnation = uuid.uuid4().hex
     tokenizer = load_tokenizer(config.model.path)
     environment = build_environment(config)
     await environment.start()
     engine = build_engine(config, seed=config.run.seed, threads=generator_threads(config))
-    client = Client(name, incarnation, config.transport.max_message_bytes)
+    client = Client(name, incarnation, config.transport.max_message_bytes, keys)
     try:
         log.info("starting the %s engine", type(engine).__name__)
         await engine.start()

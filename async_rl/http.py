@@ -7,12 +7,17 @@ safe to call from any thread.
     GET /status              JSON
     GET /metrics             Prometheus text
     GET /snapshot/VERSION    the safetensors file of a published version; single byte ranges are served
+
+Weights go only to those whom the learner told the way: a snapshot's path ends with a token that is new for every
+server (`snapshot_path`) and travels through the message port.
 """
 
 from __future__ import annotations
 
+import hmac
 import logging
 import re
+import secrets
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +38,7 @@ log = logging.getLogger(__name__)
 REQUEST_TIMEOUT_S = 30.0
 """A client that neither sends nor reads for this long is cut off."""
 _CHUNK_BYTES = 1 << 20
+_TOKEN = re.compile(r"token=[^ &\"]*")
 _RANGE = re.compile(r"bytes=(\d{1,18})?-(\d{1,18})?")
 
 
@@ -50,7 +56,16 @@ class StatusServer:
         self.values = values
         self.snapshot = snapshot
         self.problem = problem
+        self._token = secrets.token_urlsafe(16)
         self._server: _Server | None = None
+
+    def snapshot_path(self, version: int) -> str:
+        """Path and query under which a version's snapshot is served."""
+        return f"/snapshot/{version}?token={self._token}"
+
+    def admits(self, query: str) -> bool:
+        """Whether the query of a request carries the token."""
+        return hmac.compare_digest(query.encode(), f"token={self._token}".encode())
 
     def start(self, host: str = "127.0.0.1", port: int = 0, insecure: bool = False) -> int:
         """Listen and return the port (0 takes any free one).
@@ -59,8 +74,8 @@ class StatusServer:
         """
         if not (insecure or is_loopback(host)):
             raise ValueError(
-                f"host {host} can be reached by other machines, and HTTP has no keys; "
-                "use 127.0.0.1, or say transport.insecure=true in a network that you trust"
+                f"host {host} can be reached by other machines; set transport.keys, use 127.0.0.1, or say "
+                "transport.insecure=true in a network that you trust"
             )
         try:
             self._server = _Server((host, port), self)
@@ -99,7 +114,7 @@ class _Handler(BaseHTTPRequestHandler):
     sys_version = ""
 
     def do_GET(self) -> None:
-        path, _, _ = self.path.partition("?")
+        path, _, query = self.path.partition("?")
         pages = self.server.pages
         version = path.removeprefix("/snapshot/")
         if path == "/healthz":
@@ -110,7 +125,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == "/metrics":
             self._reply(200, "text/plain; version=0.0.4; charset=utf-8", prometheus_text(pages.values()))
         elif version != path and version.isascii() and version.isdigit() and len(version) < 19:
-            self._snapshot(int(version))
+            self._snapshot(int(version), query)
         else:
             self._text(404, "pages: /healthz /status /metrics /snapshot/VERSION")
 
@@ -132,7 +147,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name.replace("_", "-"), value)
         self.end_headers()
 
-    def _snapshot(self, version: int) -> None:
+    def _snapshot(self, version: int, query: str) -> None:
+        if not self.server.pages.admits(query):
+            log.warning("refused the snapshot of version %d to %s: no valid token", version, self.client_address[0])
+            self._text(403, "snapshots are for generators of this run; the learner tells them the token")
+            return
         path = self.server.pages.snapshot(version)
         try:
             file = path.open("rb") if path is not None else None
@@ -163,7 +182,7 @@ class _Handler(BaseHTTPRequestHandler):
             start += len(chunk)
 
     def log_message(self, format: str, *args: Any) -> None:
-        log.debug("%s %s", self.client_address[0], one_line(format % args))
+        log.debug("%s %s", self.client_address[0], _TOKEN.sub("token=...", one_line(format % args)))
 
 
 def _byte_range(header: str, size: int) -> tuple[int, int] | None:

@@ -10,22 +10,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import queue
 import socket
-import stat
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import zmq
 import zmq.asyncio
 from zmq.utils import z85
 
 from async_rl.addresses import is_loopback, join_address, split_address
 from async_rl.frames import Frame, one_line
+from async_rl.keys import Keys
 from async_rl.protocol import FromCoordinator, FromGenerator, Hello, Message, ProtocolError, Refused, decode, encode
 
 log = logging.getLogger(__name__)
@@ -43,37 +40,7 @@ class TransportError(Exception):
     """The socket cannot be opened or used; the message says what to do."""
 
 
-# --- keys ---------------------------------------------------------------------------------------
-
-
-class Keys(msgspec.Struct, frozen=True):
-    """One CURVE key pair that all processes of a run share: who holds the file may join, others read nothing."""
-
-    public: bytes
-    secret: bytes
-
-
-def create_keys(path: Path) -> Keys:
-    """Write a new key file that only its owner can read; raises FileExistsError rather than replacing one."""
-    public, secret = zmq.curve_keypair()
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(handle, "wb") as file:
-        file.write(secret + b"\n")
-    return Keys(public, secret)
-
-
-def load_keys(path: Path) -> Keys:
-    """Read a key file; raises ValueError if it is not one, or if others than its owner can read it."""
-    if not path.is_file():
-        raise ValueError(f"no key file at {path}; create one and copy it to every machine of the run")
-    mode = stat.S_IMODE(path.stat().st_mode)
-    if mode & 0o077:
-        raise ValueError(f"key file {path} has mode {mode:o}, so others can read it; run: chmod 600 {path}")
-    secret = path.read_bytes().strip()
-    try:
-        return Keys(zmq.curve_public(secret), secret)
-    except (ValueError, zmq.ZMQError):
-        raise ValueError(f"{path} does not hold a key (40 characters of Z85)") from None
+# --- server -------------------------------------------------------------------------------------
 
 
 class _Gatekeeper:
@@ -83,7 +50,7 @@ class _Gatekeeper:
         self.socket = context.socket(zmq.REP)
         self.socket.linger = 0
         self.socket.bind("inproc://zeromq.zap.01")
-        self._allowed = z85.decode(keys.public)
+        self._allowed = z85.decode(keys.peer)
 
     def answer(self) -> bool:
         """Answer one waiting question; returns whether the client may enter."""
@@ -102,9 +69,6 @@ class _Refusal(Exception):
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
         self.reason = reason
-
-
-# --- server -------------------------------------------------------------------------------------
 
 
 class Server:
@@ -145,8 +109,9 @@ class Server:
         """
         if not (self._secured or insecure or is_loopback(host)):
             raise ValueError(
-                f"transport.host={host} can be reached by other machines and no keys are set; "
-                "set keys, use 127.0.0.1, or say transport.insecure=true in a network that you trust"
+                f"transport.host={host} can be reached by other machines and no keys are set; write a pair with "
+                "`async-rl keys FOLDER` and set transport.keys=FOLDER, use 127.0.0.1, or say transport.insecure=true "
+                "in a network that you trust"
             )
         try:
             self._socket.bind(f"tcp://{join_address(host, port or '*')}")
@@ -352,7 +317,7 @@ class Client:
         _configure(opened, self.max_message_bytes)
         opened.identity = self.identity.encode()
         if self._security:
-            opened.curve_serverkey = opened.curve_publickey = self._security.public
+            opened.curve_serverkey, opened.curve_publickey = self._security.peer, self._security.public
             opened.curve_secretkey = self._security.secret
         opened.connect(f"tcp://{self.address}")
         return opened

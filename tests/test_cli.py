@@ -40,7 +40,7 @@ def test_help_loads_nothing_heavy() -> None:
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
     assert json.loads(output.splitlines()[-1]) == [0, []]
-    for command in ("learner", "generator", "train", "config", "doctor", "quickstart", "real"):
+    for command in ("learner", "generator", "train", "status", "keys", "config", "doctor", "quickstart", "real"):
         assert f"│ {command} " in output
 
 

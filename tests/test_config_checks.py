@@ -132,7 +132,7 @@ def test_the_batch_sizes_that_are_offered_divide(groups: int, size: int, parts: 
         (["learner.max_grad_norm=0"], ("learner.max_grad_norm = 0", "none")),
         (["learner.betas=0.9,1.0"], ("learner.betas",)),
         (["algorithm.correction.mode=mask", "algorithm.correction.floor=6"], ("floor = 6.0", "cap = 5.0")),
-        (["transport.host=192.0.2.1"], ("transport.host = '192.0.2.1'", "transport.insecure = true")),
+        (["transport.host=192.0.2.1"], ("transport.host = '192.0.2.1'", "async-rl keys", "transport.insecure = true")),
         (["transport.host=learner.example"], ("transport.host = 'learner.example'",)),
         (["transport.heartbeat_s=10"], ("transport.heartbeat_timeout_s = 15.0", "20.0")),
         (["weights.backend=nccl", "learner.device=cpu"], ("weights.backend = 'nccl'", "gloo")),
@@ -161,6 +161,7 @@ def test_refused(overrides: list[str], parts: tuple[str, ...]) -> None:
     "overrides",
     [
         ["transport.host=192.0.2.1", "transport.insecure=true"],
+        ["transport.host=192.0.2.1", "transport.keys=keys"],
         ["transport.host=localhost"],
         ["transport.host=::1"],
         ["run.steps=10", "learner.warmup_steps=9"],
@@ -182,7 +183,7 @@ def test_accepted(overrides: list[str]) -> None:
         ("algorithm.overlong.buffer_tokens=9", "algorithm.overlong.penalty"),
         ("data.path=problems.jsonl", "environment.type"),
         ("rewards.max_batch=4", "environment.type or environment.batch"),
-        ("transport.insecure=true", "transport.host"),
+        ("transport.insecure=true", "transport.host or transport.keys"),
     ],
 )
 def test_a_setting_without_effect_is_an_error(override: str, switch: str) -> None:

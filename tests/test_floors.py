@@ -13,11 +13,11 @@ PACKAGE = ROOT / "async_rl"
 
 FLOORS = {
     5: ("cli",),
-    4: ("launch", "recipes", "doctor", "pages", "plan", "plan_figure"),
+    4: ("launch", "recipes", "doctor", "pages", "plan", "plan_figure", "status"),
     3: ("learner", "coordinator", "generator"),
     2: (
         "algos", "envs", "engines", "buffer", "transport", "weights", "membership", "publication", "evaluation",
-        "leasing", "fleet", "http", "console", "report", "advice", "simulate", "alarms",
+        "leasing", "fleet", "http", "console", "report", "advice", "simulate", "alarms", "keys",
     ),
     1: ("config", "protocol", "frames", "metrics", "staleness", "addresses"),
 }  # fmt: skip
@@ -25,13 +25,13 @@ FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names}
 
 HOMES = {
     "vllm": ("engines/vllm",),
-    "zmq": ("transport",),
+    "zmq": ("transport", "keys"),
     "ray": ("launch/ray",),
     "wandb": ("metrics/sinks",),
     "tensorboard": ("metrics/sinks",),
     "matplotlib": ("report", "plan_figure"),
     "typer": ("cli",),
-    "rich": ("cli", "console", "doctor", "plan", "recipes/"),
+    "rich": ("cli", "console", "doctor", "plan", "recipes/", "status"),
     "pickle": (),
 }
 """Library -> beginnings of the paths of the modules that may import it."""
@@ -40,7 +40,7 @@ LIGHT = (
     "async_rl", "async_rl.cli", "async_rl.config", "async_rl.protocol", "async_rl.metrics", "async_rl.buffer",
     "async_rl.membership", "async_rl.publication", "async_rl.evaluation", "async_rl.leasing", "async_rl.transport",
     "async_rl.coordinator", "async_rl.console", "async_rl.report", "async_rl.staleness", "async_rl.launch.local",
-    "async_rl.doctor", "async_rl.simulate", "async_rl.plan", "async_rl.alarms",
+    "async_rl.doctor", "async_rl.simulate", "async_rl.plan", "async_rl.alarms", "async_rl.keys", "async_rl.status",
 )  # fmt: skip
 """Modules that load neither torch nor vLLM nor transformers."""
 

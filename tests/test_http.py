@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,10 +41,15 @@ def state(tmp_path: Path) -> State:
 
 
 @pytest.fixture
-def port(state: State) -> Iterator[int]:
+def server(state: State) -> Iterator[StatusServer]:
     server = StatusServer(lambda: state.status(), state.values, state.snapshot, lambda: state.problem)
-    yield server.start("127.0.0.1", 0)
+    yield server
     server.close()
+
+
+@pytest.fixture
+def port(server: StatusServer) -> int:
+    return server.start("127.0.0.1", 0)
 
 
 def request(port: int, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
@@ -90,8 +96,8 @@ def test_values_that_are_not_numbers_do_not_break_metrics() -> None:
         ("bytes=5-99999999999", 5, len(CONTENT)),
     ],
 )
-def test_snapshot_and_its_ranges(port: int, header: str | None, start: int, end: int) -> None:
-    code, headers, body = request(port, "/snapshot/7", **({"Range": header} if header else {}))
+def test_snapshot_and_its_ranges(server: StatusServer, port: int, header: str | None, start: int, end: int) -> None:
+    code, headers, body = request(port, server.snapshot_path(7), **({"Range": header} if header else {}))
     assert body == CONTENT[start:end]
     assert code == (206 if header else 200)
     assert headers.get("content-range") == (f"bytes {start}-{end - 1}/{len(CONTENT)}" if header else None)
@@ -100,32 +106,48 @@ def test_snapshot_and_its_ranges(port: int, header: str | None, start: int, end:
 @pytest.mark.parametrize(
     "header", ["bytes=10240000-", "bytes=9-8", "bytes=-", "bytes=-0", "bytes=0-1,3-4", "lines=1-2"]
 )
-def test_ranges_that_cannot_be_served(port: int, header: str) -> None:
-    code, headers, body = request(port, "/snapshot/7", Range=header)
+def test_ranges_that_cannot_be_served(server: StatusServer, port: int, header: str) -> None:
+    code, headers, body = request(port, server.snapshot_path(7), Range=header)
     assert (code, headers["content-range"], body) == (416, f"bytes */{len(CONTENT)}", b"")
 
 
-def test_head_tells_the_size_only(port: int) -> None:
-    code, headers, body = request(port, "/snapshot/7", method="HEAD")
+def test_head_tells_the_size_only(server: StatusServer, port: int) -> None:
+    code, headers, body = request(port, server.snapshot_path(7), method="HEAD")
     assert (code, headers["content-length"], body) == (200, str(len(CONTENT)), b"")
 
 
-@pytest.mark.parametrize(
-    "path", ["/", "/snapshot/6", "/snapshot/8", "/snapshot/", "/snapshot/../7", "/snapshot/²", "/etc/passwd"]
-)
+@pytest.mark.parametrize("path", ["/", "/snapshot/", "/snapshot/../7", "/snapshot/²", "/etc/passwd"])
 def test_everything_else_is_not_found(port: int, path: str) -> None:
     assert request(port, path.replace("²", "%C2%B2"))[0] == 404
 
 
+@pytest.mark.parametrize("version", [6, 8])
+def test_a_snapshot_that_is_not_there_is_not_found(server: StatusServer, port: int, version: int) -> None:
+    assert request(port, server.snapshot_path(version))[0] == 404
+
+
+@pytest.mark.parametrize("query", ["", "?token=", "?token=guessed", "?x=1"])
+def test_weights_need_the_token_and_logs_do_not_tell_it(
+    server: StatusServer, port: int, query: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    code, _, body = request(port, f"/snapshot/7{query}")
+    assert code == 403 and CONTENT[:100] not in body
+    token = server.snapshot_path(7).partition("=")[2]
+    assert request(port, server.snapshot_path(7))[0] == 200
+    assert "/snapshot/7?token=..." in caplog.text and token not in caplog.text
+    assert StatusServer(dict).snapshot_path(7) != server.snapshot_path(7), "every server has its own"
+
+
 def test_a_failing_callback_or_client_does_not_stop_the_server(
-    port: int, state: State, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    server: StatusServer, port: int, state: State, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(state, "status", lambda: 1 / 0)
     with pytest.raises(http.client.RemoteDisconnected):
         request(port, "/status")
     assert "ZeroDivisionError" in caplog.text
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-    connection.request("GET", "/snapshot/7")
+    connection.request("GET", server.snapshot_path(7))
     connection.getresponse().read(10)
     connection.close()
     assert request(port, "/healthz")[0] == 200

@@ -17,7 +17,8 @@ import zmq
 
 from async_rl import protocol as p
 from async_rl.addresses import is_loopback, join_address, split_address
-from async_rl.transport import Client, Server, TransportError, create_keys, load_keys
+from async_rl.keys import create_keys, load_keys
+from async_rl.transport import Client, Server, TransportError
 
 LIMIT = 1 << 20
 PATIENCE_S = 20.0
@@ -306,7 +307,9 @@ def test_a_busy_port_is_named_with_the_way_out() -> None:
 
 def test_other_machines_are_kept_out_unless_the_user_says_so() -> None:
     server = Server(LIMIT)
-    with pytest.raises(ValueError, match=r"transport.host=0.0.0.0 can be reached.*insecure=true"):
+    with pytest.raises(
+        ValueError, match=r"transport.host=0.0.0.0 can be reached.*transport.keys=FOLDER.*insecure=true"
+    ):
         server.bind("0.0.0.0", 0)
     server.close()
     assert all(map(is_loopback, ("127.0.0.1", "127.8.8.8", "::1", "localhost")))
@@ -330,16 +333,17 @@ def test_addresses_of_both_families() -> None:
 
 
 async def test_keys_admit_their_holders_only(tmp_path: Path) -> None:
-    keys = create_keys(tmp_path / "run.key")
-    assert load_keys(tmp_path / "run.key") == keys
-    running = Running(security=keys)
-    holder = connected(running.address, security=keys)
+    create_keys(tmp_path / "run")
+    create_keys(tmp_path / "other")
+    learner, holder_keys = load_keys(tmp_path / "run", "learner"), load_keys(tmp_path / "run", "generator")
+    other = load_keys(tmp_path / "other", "generator")
+    running = Running(security=learner)
+    holder = connected(running.address, security=holder_keys)
     await holder.send(HELLO)
     await holder.send(HEARTBEAT)
     assert isinstance(await holder.receive(PATIENCE_S), p.Alive)
 
-    other = create_keys(tmp_path / "other.key")
-    knows_only_public = msgspec.structs.replace(other, public=keys.public)
+    knows_only_public = msgspec.structs.replace(other, peer=holder_keys.peer)
     for security in (None, other, knows_only_public):
         before = sum(running.server.refused.values())
         intruder = connected(running.address, "a2", security=security)
@@ -348,22 +352,20 @@ async def test_keys_admit_their_holders_only(tmp_path: Path) -> None:
         intruder.reset()
         intruder.close()
     assert {identity for identity, _ in running.messages} == {"g0/a1"}
+    assert running.server.refused["wrong_key"] >= 1 and running.server.refused["handshake"] >= 2
     holder.close()
     running.close()
 
 
-def test_key_files_must_be_private_and_whole(tmp_path: Path) -> None:
-    path = tmp_path / "run.key"
-    with pytest.raises(ValueError, match="no key file at"):
-        load_keys(path)
-    create_keys(path)
-    assert path.stat().st_mode & 0o777 == 0o600
-    with pytest.raises(FileExistsError):
-        create_keys(path)
-    path.chmod(0o640)
-    with pytest.raises(ValueError, match=r"mode 640.*chmod 600"):
-        load_keys(path)
-    path.chmod(0o600)
-    path.write_text("not a key")
-    with pytest.raises(ValueError, match="does not hold a key"):
-        load_keys(path)
+async def test_a_generator_key_cannot_pose_as_the_learner(tmp_path: Path) -> None:
+    """A stolen generator.key lets its holder join; other generators do not take it for their learner."""
+    create_keys(tmp_path / "run")
+    stolen = load_keys(tmp_path / "run", "generator")
+    impostor = Running(security=msgspec.structs.replace(stolen, peer=stolen.public))
+    victim = connected(impostor.address, security=stolen)
+    await victim.send(HELLO)
+    await until(lambda: impostor.server.refused["handshake"] > 0, "the victim's client to break off")
+    assert impostor.messages == []
+    victim.reset()
+    victim.close()
+    impostor.close()

@@ -175,10 +175,11 @@ def _check_transport(config: Config) -> None:
             f"transport.host = {transport.host!r} is no address that a generator could connect to, and it is given to "
             "generators for weights and snapshots; name the address of this machine that they can reach"
         )
-    if not is_loopback(transport.host) and not transport.insecure:
+    if not is_loopback(transport.host) and transport.keys is None and not transport.insecure:
         raise ConfigError(
-            f"transport.host = {transport.host!r} can be reached from other machines, and nothing protects it; "
-            "use 127.0.0.1, or transport.insecure = true on a network that you trust"
+            f"transport.host = {transport.host!r} can be reached from other machines, and nothing protects it; write "
+            "key files with `async-rl keys FOLDER` and set transport.keys = FOLDER, use 127.0.0.1, or "
+            "transport.insecure = true on a network that you trust"
         )
     if transport.heartbeat_timeout_s < 2 * transport.heartbeat_s:
         raise ConfigError(

@@ -87,7 +87,8 @@ SWITCHES: dict[str, Switch] = {
         ("environment.type", "environment.batch"), "only a batch reward function scores several completions at once",
         _no_batch_reward),
     "transport.insecure": Switch(
-        ("transport.host",), "transport.host is a loopback address", lambda c: is_loopback(c.transport.host)),
+        ("transport.host", "transport.keys"), "transport.host is a loopback address, or transport.keys are set",
+        lambda c: is_loopback(c.transport.host) or c.transport.keys is not None),
 }
 """Setting -> what takes its effect away. Names and paths of trackers are left out: they are set once for many runs."""
 # fmt: on

@@ -417,6 +417,10 @@ class TransportConfig(Section, frozen=True):
     host: Annotated[str, _text("Address that the learner binds, and that generators connect to by default.")] = "127.0.0.1"
     port: Annotated[int, _text("Port; 0 takes any free one and writes it to <run.dir>/address.", ge=0, le=65535)] = 29400
     http_port: Annotated[int, _text("Port of /status, /metrics and snapshots; 0 takes any free one (see <run.dir>/address).", ge=0, le=65535)] = 0
+    keys: Annotated[
+        str | None,
+        _text("Folder of key files (`async-rl keys FOLDER`): the learner reads learner.key, generators read generator.key, and nobody else is let in (docs/security.md)."),
+    ] = None
     insecure: Annotated[bool, _text("Allow binding to an address other than loopback without keys.")] = False
     heartbeat_s: Annotated[float, _text("Seconds between heartbeats.", gt=0)] = 1.0
     heartbeat_timeout_s: Annotated[float, _text("A member silent for this long loses its leases.", gt=0)] = 15.0

@@ -133,7 +133,7 @@ def _check_metadata(path: Path, found: dict[str, str] | None, manifest: Manifest
 
 def _download(url: str, target: Path, manifest: Manifest, deadline: Deadline) -> None:
     """Stream `url` into `target`, within the deadline and not much more than the announced bytes."""
-    what = f"snapshot of version {manifest.version} from {url}"
+    what = f"snapshot of version {manifest.version} from {url.partition('?')[0]}"
     if not url.startswith(("http://", "https://")):
         raise WeightsError(f"{what}: only http and https are fetched")
     # The learner is reached directly, as its socket is; a proxy of the environment is not meant.
