@@ -460,7 +460,8 @@ class Coordinator:
 
     def _show_error(self, name: str, key: p.LeaseKey, trajectory: p.Trajectory) -> None:
         self._num_errors += 1
-        text = f"member {key.member} of {key.kind} ticket {key.ticket} failed on {name}: {one_line(trajectory.error or '')}"
+        why = one_line(trajectory.error or "no reason given")
+        text = f"member {key.member} of {key.kind} ticket {key.ticket} failed on {name}: {why}"
         self._remember_error(text)
         if self._num_errors <= MAX_SHOWN_ERRORS:
             last = (

@@ -16,7 +16,7 @@ from async_rl.buffer import Answer, MemberLease, Reconciled
 from async_rl.buffer.leases import LeaseBook, Outcome
 from async_rl.buffer.waiting import WaitingMembers
 from async_rl.config import Config
-from async_rl.protocol import LeaseKey, Problem, Trajectory
+from async_rl.protocol import LeaseKey, Problem, ProtocolError, Trajectory
 
 
 @dataclass(frozen=True)
@@ -180,6 +180,14 @@ class Evaluations:
         self._after((ticket, member), outcome)
         return "stored"
 
+    def expire(self, timeout_s: float, now: float) -> list[LeaseKey]:
+        """See `Ledger.expire`."""
+        return self._reopen(self._leases.expire(timeout_s, now))
+
+    def overdue(self, owner: str) -> int:
+        """See `Ledger.overdue`."""
+        return self._leases.overdue(owner)
+
     def release(self, owner: str, now: float) -> list[LeaseKey]:
         """Take all leases of a dead owner back."""
         return self._reopen(self._leases.release(owner, now))
@@ -214,7 +222,11 @@ class Evaluations:
         if self._leases.get((ticket, member)) is None:
             return Outcome.DUPLICATE
         key = LeaseKey(kind="eval", ticket=ticket, member=member, attempt=attempt)
-        outcome = self._leases.finish(owner, key, trajectory, now)
+        try:
+            outcome = self._leases.finish(owner, key, trajectory, now)
+        except ProtocolError:
+            self._after((ticket, member), self._leases.fail(key, now))
+            raise
         if outcome is Outcome.STORED:
             round_ = self._round_of[ticket]
             round_.results.setdefault(ticket - round_.first_ticket, {})[member] = trajectory

@@ -93,7 +93,7 @@ class World:
     WORK = ("lease", "lease", "finish", "finish", "finish", "take", "train", "load")
     TROUBLE = (
         "join", "die", "come_back", "fail", "resend", "lose_message", "heartbeat", "give_back", "drop", "leave",
-        "restart", "save", "crash",
+        "restart", "save", "crash", "expire",
     )  # fmt: skip
 
     def __init__(self, settings: LedgerSettings, num_problems: int | None, rng: random.Random) -> None:
@@ -186,6 +186,16 @@ class World:
         if generator := self._any_generator():
             self._reconcile(generator)
             assert self.ledger.outstanding(generator.name) == len(generator.work)
+
+    def expire(self) -> None:
+        """All leases pass their deadline: others may have the members, and those who work on them go on."""
+        held = {generator.name: self.ledger.outstanding(generator.name) for generator in self.fleet.values()}
+        expired = self.ledger.expire(0.0, self.now)
+        if self.settings.max_losses > 3:
+            slots = {name: self.ledger.outstanding(name) for name in held}
+            assert all(slots[name] <= held[name] for name in held), "an overdue lease fills its slot once"
+        assert len(set(expired)) == len(expired)
+        self.ledger.check()
 
     def give_back(self) -> None:
         """Some leases are returned unfinished."""

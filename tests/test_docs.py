@@ -21,7 +21,7 @@ SECTIONS = {setting.path.split(".")[0] for setting in settings()}
 PATHS = {setting.path for setting in settings()}
 GROUPS = {row.key.split("/")[0] for row in CATALOGUE if "/" in row.key}
 COMMANDS = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
-FILE_ENDINGS = ("py", "md", "toml", "json", "jsonl", "png", "parquet", "txt")
+FILE_ENDINGS = ("py", "md", "toml", "json", "jsonl", "png", "parquet", "txt", "key")
 
 
 def words(text: str) -> Iterator[str]:

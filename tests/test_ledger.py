@@ -318,7 +318,100 @@ def test_tokens_older_than_the_lease_are_refused() -> None:
     lease = ledger.lease("a", 1, 1, 0.0)[0]
     with pytest.raises(ProtocolError, match=r"'a' returned ticket 6 member 0 with tokens of version 0.*version 1"):
         finish(ledger, lease, version=0)
-    assert finish(ledger, lease, version=1) == "stored"
+    ledger.check()
+    assert finish(ledger, lease, version=1) == "duplicate", "that attempt is over"
+    again = ledger.lease("b", 1, 1, 0.0)[0]
+    assert (again.ticket, again.member, again.attempt) == (lease.ticket, lease.member, 2)
+    assert finish(ledger, again, owner="b", version=1) == "stored"
+
+
+def test_refused_tokens_use_up_the_attempts_of_a_member() -> None:
+    """One stale engine must not keep a member for itself forever."""
+    ledger = make_ledger(group_size=1, max_staleness=2, max_attempts=3)
+    run(ledger, 1)
+    ticket = ledger.issued
+    for attempt in (1, 2, 3):
+        lease = ledger.lease("a", 1, 1, 0.0)[0]
+        assert (lease.ticket, lease.attempt) == (ticket, attempt)
+        with pytest.raises(ProtocolError):
+            finish(ledger, lease, version=0)
+    assert ledger.counts().dropped == {"failed_members": 1}
+    ledger.check()
+
+
+def test_a_lease_past_its_deadline_goes_to_another_and_its_slot_stays_taken() -> None:
+    ledger = make_ledger(group_size=1)
+    old = ledger.lease("slow", 0, 1, 10.0)[0]
+    new = ledger.lease("slow", 0, 1, 15.0)[0]
+    assert ledger.expire(10.0, 19.9) == []
+    assert ledger.expire(10.0, 20.0) == [key_of(old)]
+    assert ledger.expire(10.0, 20.0) == [], "once"
+    assert (ledger.outstanding("slow"), ledger.overdue("slow")) == (2, 1), "it may still work on both"
+    found = ledger.reconcile("slow", [key_of(old), key_of(new)], sent_before=20.0, now=20.0)
+    assert (found.lost, found.adopted, found.unwanted) == ((), (), ()), "it may go on, and does not get it back"
+    again = ledger.lease("quick", 0, 1, 20.0)[0]
+    assert (again.ticket, again.attempt) == (old.ticket, 2)
+    assert finish(ledger, again, owner="quick") == "stored"
+    assert ledger.take_cancelled() == [("slow", key_of(old))]
+    assert (ledger.outstanding("slow"), ledger.overdue("slow")) == (1, 0)
+    assert ledger.events["expired_leases"] == 1
+    ledger.check()
+
+
+def test_a_result_that_comes_after_the_deadline_still_counts() -> None:
+    ledger = make_ledger(group_size=1)
+    lease = ledger.lease("slow", 0, 1, 0.0)[0]
+    ledger.expire(10.0, 10.0)
+    other = ledger.lease("quick", 0, 1, 10.0)[0]
+    assert finish(ledger, lease, owner="slow") == "stored"
+    assert ledger.take_cancelled() == [("quick", key_of(other))]
+    assert (ledger.outstanding("slow"), ledger.outstanding("quick")) == (0, 0)
+    ledger.check()
+
+
+def test_each_expiry_doubles_the_deadline_of_its_member() -> None:
+    """Completions that take longer than the deadline are not sampled by more and more generators at once."""
+    ledger = make_ledger(group_size=1, max_losses=16)
+    expired_at = []
+    now, owner = 0.0, 0
+    while len(expired_at) < 4:
+        ledger.lease(f"g{owner}", 0, 1, now)
+        while not ledger.expire(10.0, now):
+            now += 1.0
+        expired_at.append(now)
+        owner += 1
+    assert expired_at == [10.0, 30.0, 70.0, 150.0]
+
+
+def test_a_slot_is_free_again_once_its_owner_no_longer_reports_the_lease() -> None:
+    ledger = make_ledger(group_size=1, max_losses=1)
+    lease = ledger.lease("a", 0, 1, 0.0)[0]
+    ledger.expire(10.0, 10.0)
+    assert ledger.counts().dropped == {"failed_members": 1}, "it was its last allowed loss"
+    assert ledger.take_cancelled() == [("a", key_of(lease))]
+    assert ledger.outstanding("a") == 0
+    ledger = make_ledger(group_size=1)
+    for way in (lambda: ledger.reconcile("a", [], 99.0, 99.0), lambda: ledger.release("a", 99.0)):
+        ledger.lease("a", 0, 1, 0.0)
+        ledger.expire(10.0, 50.0)
+        assert ledger.outstanding("a") == 1
+        way()
+        assert (ledger.outstanding("a"), ledger.overdue("a")) == (0, 0)
+        ledger.check()
+
+
+def test_after_a_restart_deadlines_begin_anew() -> None:
+    ledger = make_ledger(group_size=1)
+    lease = ledger.lease("a", 0, 1, 0.0)[0]
+    late = ledger.lease("b", 0, 1, -60.0)[0]
+    assert ledger.expire(50.0, 0.0) == [key_of(late)]
+    restored = make_ledger(group_size=1)
+    restored.restore(ledger.state())
+    restored.check()
+    assert (restored.outstanding("a"), restored.overdue("b")) == (1, 1)
+    assert restored.expire(50.0, 1000.0) == []
+    assert restored.expire(50.0, 1049.0) == []
+    assert restored.expire(50.0, 1050.0) == [key_of(lease)]
 
 
 def test_tokens_of_a_version_that_a_dead_learner_made_are_not_taken() -> None:

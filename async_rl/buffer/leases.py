@@ -45,6 +45,8 @@ class Holder(msgspec.Struct):
     version: int
     """Version loaded by the owner when it took the lease; its tokens cannot be older."""
     since: float
+    overdue: bool = False
+    """Taken back at its deadline while its owner still works on it: the slot that it fills is not free."""
 
 
 class OpenMember(msgspec.Struct):
@@ -74,14 +76,19 @@ class LeaseBook:
         self._max_attempts, self._max_losses = max_attempts, max_losses
         self._open: dict[Place, OpenMember] = {}
         self._owners: dict[str, dict[LeaseKey, None]] = {}
+        self._overdue: dict[str, dict[LeaseKey, None]] = {}
         self._cancelled: list[tuple[str, LeaseKey]] = []
         self.events: Counter[str] = Counter()
 
     # --- reading --------------------------------------------------------------------------------
 
     def outstanding(self, owner: str) -> int:
-        """Leases that `owner` holds."""
-        return len(self._owners.get(owner, ()))
+        """Leases that fill slots of `owner`: those that it holds, and those it still works on past their deadline."""
+        return len(self._owners.get(owner, ())) + self.overdue(owner)
+
+    def overdue(self, owner: str) -> int:
+        """Leases that `owner` still works on past their deadline; others have them too."""
+        return len(self._overdue.get(owner, ()))
 
     def owners(self) -> tuple[str, ...]:
         """Everyone who holds a lease."""
@@ -114,6 +121,9 @@ class LeaseBook:
         self._open[place] = member
         for attempt, holder in member.live.items():
             self._hold(holder.owner, self._key(place, attempt))
+        for attempt, holder in member.lost.items():
+            if holder.overdue:
+                self._overdue.setdefault(holder.owner, {})[self._key(place, attempt)] = None
 
     def grant(self, place: Place, owner: str, version: int, now: float) -> int:
         """Give a waiting member to `owner`; returns the attempt's number."""
@@ -127,7 +137,7 @@ class LeaseBook:
     def finish(self, owner: str, key: LeaseKey, trajectory: Trajectory, now: float) -> Outcome:
         """Take a result of an open member; when STORED the caller keeps the trajectory.
 
-        Raises ProtocolError when its tokens are older than the version that the owner had at the lease.
+        Raises ProtocolError when its tokens are older than the version that the owner had at the lease; `fail` it then.
         """
         place = (key.ticket, key.member)
         member = self._open[place]
@@ -141,12 +151,43 @@ class LeaseBook:
         if trajectory.status != "failed":
             self.close(place, answered=key.attempt)
             return Outcome.STORED
-        member.failures += 1
+        return self.fail(key, now)
+
+    def fail(self, key: LeaseKey, now: float) -> Outcome:
+        """An attempt of an open member gave nothing usable: one of the failures that a member is allowed."""
+        self._open[key.ticket, key.member].failures += 1
         self.events["failed_attempts"] += 1
-        return self._end_attempt(place, key.attempt, now)
+        return self._end_attempt((key.ticket, key.member), key.attempt, now)
+
+    def expire(self, timeout_s: float, now: float) -> list[tuple[LeaseKey, Outcome]]:
+        """Open again what was held for more than `timeout_s`, doubled for each earlier loss of its member.
+
+        Its owner may go on: a late result still counts. Leases of before a restart begin anew at the first look.
+        """
+        ended = []
+        for place, member in list(self._open.items()):
+            for attempt, holder in list(member.live.items()):
+                holder.since = now if holder.since == -math.inf else holder.since
+                if now - holder.since >= timeout_s * 2**member.losses:
+                    ended.append((self._key(place, attempt), self._expire(place, attempt, now)))
+        return ended
+
+    def _expire(self, place: Place, attempt: int, now: float) -> Outcome:
+        member, key = self._open[place], self._key(place, attempt)
+        holder = member.live[attempt]
+        member.losses += 1
+        self.events["expired_leases"] += 1
+        outcome = self._take_back(key, now)
+        if outcome is Outcome.FAILED:
+            self._cancel(holder.owner, key)
+        else:
+            holder.overdue = True
+            self._overdue.setdefault(holder.owner, {})[key] = None
+        return outcome
 
     def release(self, owner: str, now: float) -> list[tuple[LeaseKey, Outcome]]:
         """Take every lease of a dead owner back; its results may still come."""
+        self._not_overdue(owner, tuple(self._overdue.get(owner, ())))
         ended = []
         for key in self.held(owner):
             self._open[key.ticket, key.member].losses += 1
@@ -157,7 +198,9 @@ class LeaseBook:
     def give_back(self, owner: str, keys: Iterable[LeaseKey], now: float) -> list[tuple[LeaseKey, Outcome]]:
         """Take back leases that a living owner returns or never received; keys that it does not hold are ignored."""
         mine = self._owners.get(owner, {})
-        held = [key for key in dict.fromkeys(keys) if key in mine]
+        keys = dict.fromkeys(keys)
+        self._not_overdue(owner, keys)
+        held = [key for key in keys if key in mine]
         self.events["returned_leases"] += len(held)
         return [(key, self._take_back(key, now)) for key in held]
 
@@ -167,9 +210,11 @@ class LeaseBook:
         A lease given out after `sent_before` may still be on its way and is not missed.
         """
         reported = {key for key in holding if key.kind == self.kind}
+        overdue = self._overdue.get(owner, {})
+        self._not_overdue(owner, [key for key in overdue if key not in reported])
         adopted: list[LeaseKey] = []
         unwanted: list[LeaseKey] = []
-        for key in sorted(reported.difference(self._owners.get(owner, ()))):
+        for key in sorted(reported.difference(self._owners.get(owner, ()), overdue)):
             (adopted if self._adopt(owner, key) else unwanted).append(key)
         lost = [key for key in self.held(owner) if key not in reported and self._holder(key).since < sent_before]
         self.events["adopted_leases"] += len(adopted)
@@ -185,8 +230,13 @@ class LeaseBook:
             key = self._key(place, attempt)
             self._let_go(holder.owner, key)
             if attempt != answered:
-                self._cancelled.append((holder.owner, key))
-                self.events["cancelled_leases"] += 1
+                self._cancel(holder.owner, key)
+        for attempt, holder in member.lost.items():
+            if holder.overdue:
+                key = self._key(place, attempt)
+                self._drop_overdue(holder, key)
+                if attempt != answered:
+                    self._cancel(holder.owner, key)
 
     # --- parts ----------------------------------------------------------------------------------
 
@@ -205,6 +255,22 @@ class LeaseBook:
         if not mine:
             del self._owners[owner]
 
+    def _cancel(self, owner: str, key: LeaseKey) -> None:
+        self._cancelled.append((owner, key))
+        self.events["cancelled_leases"] += 1
+
+    def _not_overdue(self, owner: str, keys: Iterable[LeaseKey]) -> None:
+        """The owner does not work on these any more; keys that are not overdue are ignored."""
+        for key in [key for key in keys if key in self._overdue.get(owner, ())]:
+            self._drop_overdue(self._open[key.ticket, key.member].lost[key.attempt], key)
+
+    def _drop_overdue(self, holder: Holder, key: LeaseKey) -> None:
+        holder.overdue = False
+        mine = self._overdue[holder.owner]
+        del mine[key]
+        if not mine:
+            del self._overdue[holder.owner]
+
     def _take_back(self, key: LeaseKey, now: float) -> Outcome:
         member, holder = self._open[key.ticket, key.member], self._holder(key)
         outcome = self._end_attempt((key.ticket, key.member), key.attempt, now)
@@ -215,7 +281,9 @@ class LeaseBook:
     def _end_attempt(self, place: Place, attempt: int, now: float) -> Outcome:
         """An attempt ended without a usable result; the member waits again, or is settled as failed."""
         member = self._open[place]
-        member.lost.pop(attempt, None)
+        late = member.lost.pop(attempt, None)
+        if late is not None and late.overdue:
+            self._drop_overdue(late, self._key(place, attempt))
         holder = member.live.pop(attempt, None)
         if holder is not None:
             self._let_go(holder.owner, self._key(place, attempt))
@@ -246,6 +314,9 @@ class LeaseBook:
         listed = {(h.owner, self._key(p, a)) for p, m in self._open.items() for a, h in m.live.items()}
         assert indexed == listed, f"leases differ: {indexed ^ listed}"
         assert all(self._owners.values()), "an owner without leases is listed"
+        overdue = {(owner, key) for owner, keys in self._overdue.items() for key in keys}
+        late = {(h.owner, self._key(p, a)) for p, m in self._open.items() for a, h in m.lost.items() if h.overdue}
+        assert overdue == late, f"overdue leases differ: {overdue ^ late}"
         for place, member in self._open.items():
             assert member.live.keys().isdisjoint(member.lost), f"member {place}: an attempt is both held and lost"
             assert all(1 <= a <= member.attempts for a in (*member.live, *member.lost)), f"member {place}: attempts"

@@ -17,7 +17,7 @@ from async_rl.buffer.records import LedgerCounts, LedgerSettings, MemberLease, R
 from async_rl.buffer.replay import ReplayBuffer
 from async_rl.buffer.state import LedgerState, OpenPlace, Ticket, check_same_settings
 from async_rl.buffer.waiting import WaitingMembers
-from async_rl.protocol import LeaseKey, Problem, Trajectory, decode_value, encode_value
+from async_rl.protocol import LeaseKey, Problem, ProtocolError, Trajectory, decode_value, encode_value
 from async_rl.staleness import required_version
 
 Answer = Literal["stored", "duplicate", "unknown"]
@@ -158,7 +158,7 @@ class Ledger:
         elif self._from_lost_future(trajectory):
             outcome = Outcome.UNKNOWN
         else:
-            outcome = self._leases.finish(owner, key, trajectory, now)
+            outcome = self._finish(owner, key, trajectory, now)
         if outcome in (Outcome.UNKNOWN, Outcome.DUPLICATE):
             self.events[outcome.value] += 1
             return "duplicate" if outcome is Outcome.DUPLICATE else "unknown"
@@ -168,6 +168,22 @@ class Ledger:
         else:
             self._after(place, outcome)
         return "stored"
+
+    def _finish(self, owner: str, key: LeaseKey, trajectory: Trajectory, now: float) -> Outcome:
+        """A result that cannot be is one of the failures that its member is allowed: else it would be tried forever."""
+        try:
+            return self._leases.finish(owner, key, trajectory, now)
+        except ProtocolError:
+            self._after((key.ticket, key.member), self._leases.fail(key, now))
+            raise
+
+    def expire(self, timeout_s: float, now: float) -> list[LeaseKey]:
+        """Take back leases held for more than `timeout_s` (doubled for each earlier loss); late results still count."""
+        return self._reopen(self._leases.expire(timeout_s, now))
+
+    def overdue(self, owner: str) -> int:
+        """Leases that `owner` still works on although they were taken back at their deadline."""
+        return self._leases.overdue(owner)
 
     def release(self, owner: str, now: float) -> list[LeaseKey]:
         """Take all leases of a dead owner back; members that it has delivered stay."""
