@@ -30,7 +30,7 @@ from async_rl.fleet import FleetMeter
 from async_rl.frames import one_line
 from async_rl.http import StatusServer
 from async_rl.keys import keys_of
-from async_rl.leasing import Leasing
+from async_rl.leasing import LeaseDeadlines, Leasing, lease_timeout_s
 from async_rl.membership import Member, Membership
 from async_rl.metrics import Metrics
 from async_rl.transport import Server, peer_identity
@@ -135,6 +135,7 @@ class Coordinator:
         self.publications = pub.Publications(
             pub.PublicationSettings(deadline_s=config.weights.deadline_s), self.members.epochs
         )
+        self.deadlines = LeaseDeadlines(lease_timeout_s(config), ledger, evaluations)
         self.meter = FleetMeter()
         self.server = Server(config.transport.max_message_bytes, keys_of(config, "learner"))
         self.http = StatusServer(self.status, self._values, self._snapshots_get, self._problem)
@@ -307,11 +308,21 @@ class Coordinator:
         now = self.clock()
         for name in self.members.expired(now):
             self._gone(name, f"silent for more than {self.members.heartbeat_timeout_s:g} s")
+        self._expire_leases(now)
         self._act(self.publications.tick(now))
         self._take_results(self.evaluations.tick(now))
         self._lease(now)
         self._serve_batch(now)
         self._watch_progress(now)
+
+    def _expire_leases(self, now: float) -> None:
+        num, hung = self.deadlines.tick(self.members.active(), now)
+        if num:
+            self._work_changed = True
+            limit = self.deadlines.timeout_s
+            self.notify(f"{num} leases without a result for {limit:g} s (generator.lease_timeout_s) are open to others")
+        for name, reason in hung:
+            self._evict(pub.Evict(name, reason))
 
     def _serve_batch(self, now: float) -> None:
         if self._request is None or self._batch is not None:
@@ -355,13 +366,16 @@ class Coordinator:
             return
         name, _, incarnation = identity.rpartition("/")
         if isinstance(message, p.Finished):
-            self._finished(identity, name, message, now)
+            fault = self._finished(identity, name, message, now)
         if not self.members.is_current(name, incarnation):
             self.server.forget(identity)
             self.server.send(identity, p.Refused(reason="not a member any more; say Hello again", retry=True))
             return
         self.members.seen(name, now)
         match message:
+            case p.Finished():
+                if fault is not None:
+                    self._evict(pub.Evict(name, fault, alarm=True))
             case p.Heartbeat():
                 self._heartbeat(identity, name, incarnation, message, now)
             case p.Returned():
@@ -384,6 +398,10 @@ class Coordinator:
         if hello.protocol != p.PROTOCOL_VERSION:
             self._refuse(identity, f"it speaks protocol {hello.protocol}, this learner {p.PROTOCOL_VERSION}; "
                                    "install the same async_rl on both sides")  # fmt: skip
+            return
+        worn_out = self.members.worn_out(hello.name, hello.incarnation)
+        if worn_out is not None:
+            self._refuse(identity, worn_out, restart=True)
             return
         answer = self.members.hello(hello, now)
         if isinstance(answer, str):
@@ -412,10 +430,10 @@ class Coordinator:
             self._act(self.publications.joiner(member.name, member.receivers, now))
         self._work_changed = True
 
-    def _refuse(self, identity: str, reason: str) -> None:
+    def _refuse(self, identity: str, reason: str, restart: bool = False) -> None:
         log.warning("refused %s: %s", identity, reason)
         self.server.refused["hello"] += 1
-        self.server.send(identity, p.Refused(reason=reason, retry=False))
+        self.server.send(identity, p.Refused(reason=reason, retry=False, restart=restart))
         self.server.forget(identity)
 
     def _heartbeat(self, identity: str, name: str, incarnation: str, message: p.Heartbeat, now: float) -> None:
@@ -439,9 +457,11 @@ class Coordinator:
         if unwanted:
             self._send(member, p.Cancelled(keys=tuple(unwanted)))
 
-    def _finished(self, identity: str, name: str, message: p.Finished, now: float) -> None:
+    def _finished(self, identity: str, name: str, message: p.Finished, now: float) -> str | None:
+        """Take a result and acknowledge it; returns what is wrong with the generator that sent it, if anything."""
         key, trajectory = message.key, message.trajectory
         outcome: Any = "unknown"
+        stale = None
         if message.run_id == self.run_id:
             try:
                 if key.kind == "train":
@@ -450,13 +470,15 @@ class Coordinator:
                     outcome = self.evaluations.finish(name, key.ticket, key.member, key.attempt, trajectory, now)
             except p.ProtocolError as error:
                 self.server.refused["impossible_versions"] += 1
-                log.error("refused a trajectory of %s: %s", name, error)
-                self._remember_error(f"refused a trajectory of {name}: {error}")
+                stale = str(error)
         self.meter.arrived(trajectory, key.kind, wanted=outcome == "stored")
         if outcome == "stored" and trajectory.status == "failed":
             self._show_error(name, key, trajectory)
         self.server.send(identity, p.Acknowledged(key=key, outcome=outcome))
+        if outcome == "stored" and name in self.members:
+            self.members.delivered(name, now)
         self._work_changed = True
+        return stale
 
     def _show_error(self, name: str, key: p.LeaseKey, trajectory: p.Trajectory) -> None:
         self._num_errors += 1
@@ -607,14 +629,16 @@ class Coordinator:
         self._work_changed = True
 
     def _evict(self, action: pub.Evict) -> None:
-        member = self.members.leave(action.name, action.reason)
+        member = self.members.evict(action.name, action.reason)
         if member is None:
             return
         if action.alarm:
             log.error("ALARM: generator %s has wrong weights: %s", action.name, action.reason)
         self._remember_error(f"evicted {action.name}: {action.reason}")
-        # It may come back with a new Hello, and then loads a snapshot.
-        self._send(member, p.Refused(reason=f"evicted: {action.reason}", retry=True))
+        # It may come back with a new Hello, and then loads a snapshot; one that hangs every time may not.
+        worn_out = self.members.worn_out(member.name, member.incarnation)
+        reason = f"evicted: {action.reason}" + (f"; {worn_out}" if worn_out else "")
+        self._send(member, p.Refused(reason=reason, retry=worn_out is None, restart=worn_out is not None))
         self._release(member, f"evicted: {action.reason}")
 
     def _published(self, report: pub.Report) -> None:
@@ -660,7 +684,7 @@ class Coordinator:
         active = self.members.active()
         metrics.last("generator/count", len(active))
         metrics.last("generator/slots", sum(m.slots for m in active))
-        metrics.last("membership/evicted", self.publications.events["evicted"])
+        metrics.last("membership/evicted", self.members.num_evicted)
         self._last_values = metrics.resolve()
         return metrics
 
@@ -692,6 +716,7 @@ class Coordinator:
                     "version": m.version,
                     "slots": m.slots,
                     "outstanding": self.ledger.outstanding(m.name) + self.evaluations.outstanding(m.name),
+                    "overdue": self.ledger.overdue(m.name) + self.evaluations.overdue(m.name),
                     "finished": m.stats.finished,
                     "last_seen_s": round(now - m.last_seen, 1),
                     "host": m.host,

@@ -180,9 +180,11 @@ class Evaluations:
         self._after((ticket, member), outcome)
         return "stored"
 
-    def expire(self, timeout_s: float, now: float) -> list[LeaseKey]:
+    def expire(self, timeout_s: float, now: float) -> list[tuple[str, LeaseKey]]:
         """See `Ledger.expire`."""
-        return self._reopen(self._leases.expire(timeout_s, now))
+        ended = self._leases.expire(timeout_s, now)
+        self._reopen([(key, outcome) for _, key, outcome in ended])
+        return [(owner, key) for owner, key, _ in ended]
 
     def overdue(self, owner: str) -> int:
         """See `Ledger.overdue`."""

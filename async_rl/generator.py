@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
 import signal
 import socket
 import time
@@ -189,8 +190,9 @@ class Generator:
     async def _beat(self) -> None:
         """Heartbeats; a learner that was silent for too long gets a new socket and a new Hello, with work going on."""
         silent_since = self.last_heard
+        tries = 0
         while True:
-            await asyncio.sleep(self.heartbeat_s)
+            await asyncio.sleep(self._pause_s(tries))
             silent = self.clock() - self.last_heard
             if silent > self.heartbeat_timeout_s:
                 if self.last_heard != silent_since:
@@ -202,7 +204,8 @@ class Generator:
                         f"(transport.connect_timeout_s = {self.config.transport.connect_timeout_s:g}); "
                         "start one there, or name another with --learner HOST:PORT"
                     )
-            if not self.welcomed or silent > self.heartbeat_timeout_s:
+            tries = tries + 1 if not self.welcomed or silent > self.heartbeat_timeout_s else 0
+            if tries:
                 if silent > self.heartbeat_timeout_s:
                     self.client.reset()
                 await self._hello()
@@ -216,6 +219,15 @@ class Generator:
                 )
             )
             await self._repeat_unanswered()
+
+    def _pause_s(self, tries: int) -> float:
+        """Until the next beat; longer and longer (to a third of the timeout) and scattered while nobody answers.
+
+        A fleet that lost its learner would otherwise come back all at once.
+        """
+        longest = max(self.heartbeat_s, self.heartbeat_timeout_s / 3)
+        pause = min(self.heartbeat_s * 2.0 ** min(tries, 16), longest)
+        return pause * random.uniform(0.5, 1.0) if tries else pause
 
     async def _repeat_unanswered(self) -> None:
         """Send again what has waited long for its acknowledgement: a connection mended below us loses messages."""
@@ -247,9 +259,7 @@ class Generator:
             case p.Welcome():
                 await self._welcome(message)
             case p.Refused():
-                if not message.retry:
-                    raise ConfigError(f"the learner at {self.client.address} refused this generator: {message.reason}")
-                self.welcomed = False
+                self._refused(message)
             case p.Alive():
                 # A learner that restarted answers heartbeats of strangers with another run or an older version.
                 if message.run_id != self.run_id:
@@ -268,6 +278,16 @@ class Generator:
                 self._finish(message.reason)
             case _:
                 raise p.ProtocolError(f"unexpected message {type(message).__name__} from the learner")
+
+    def _refused(self, message: p.Refused) -> None:
+        """Say Hello again at the next beat, unless that cannot help."""
+        text = f"the learner at {self.client.address} refused this generator: {message.reason}"
+        if message.restart:
+            raise EngineError(text)
+        if not message.retry:
+            raise ConfigError(text)
+        log.warning("%s; saying Hello again", text)
+        self.welcomed = False
 
     async def _welcome(self, message: p.Welcome) -> None:
         if message.run_id != self.run_id:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -18,6 +19,39 @@ def member_seed(run_seed: int, key: p.LeaseKey) -> int:
     """Seed in [0, 2^31) of one attempt at one member: every request its own, the same whenever the run is repeated."""
     text = f"{run_seed}/{key.kind}/{key.ticket}/{key.member}/{key.attempt}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") >> 1
+
+
+def lease_timeout_s(config: Config) -> float:
+    """Deadline of a lease: in time to save a run that nothing else would save from run.stall_timeout_s."""
+    given = config.generator.lease_timeout_s
+    return config.run.stall_timeout_s / 2 if given is None else given
+
+
+class LeaseDeadlines:
+    """Opens leases past their deadline to others, and finds members that give nothing back at all."""
+
+    def __init__(self, timeout_s: float, ledger: Ledger, evaluations: Evaluations) -> None:
+        self.timeout_s = timeout_s
+        self._ledger, self._evaluations = ledger, evaluations
+        self._look_at = -math.inf
+        self._stuck_since: dict[str, float] = {}
+        """When a lease of a member expired that has sent no result since."""
+
+    def tick(self, members: Sequence[Member], now: float) -> tuple[int, list[tuple[str, str]]]:
+        """(leases opened, (name, reason) of each member to evict); looks at them a few times in each timeout."""
+        if now < self._look_at:
+            return 0, []
+        self._look_at = now + min(1.0, self.timeout_s / 4)
+        expired = [*self._ledger.expire(self.timeout_s, now), *self._evaluations.expire(self.timeout_s, now)]
+        for owner, _ in expired:
+            self._stuck_since.setdefault(owner, now)
+        last_results = {member.name: member.last_result for member in members}
+        for name, since in list(self._stuck_since.items()):
+            if name not in last_results or (last_results[name] or -math.inf) >= since:
+                del self._stuck_since[name]
+        reason = f"no result for {self.timeout_s:g} s after leases of its had expired (generator.lease_timeout_s)"
+        hung = [name for name, since in self._stuck_since.items() if now - since >= self.timeout_s]
+        return len(expired), [(name, reason) for name in hung]
 
 
 class Leasing:

@@ -19,6 +19,8 @@ GONE_KEPT = 64
 """Members remembered after they went, for people."""
 REPLACED_KEPT = 1024
 """Incarnations remembered as replaced, so that a process cut off for long cannot take its name back."""
+MAX_EVICTIONS = 3
+"""Evictions without a result in between after which a process is not taken back: it hangs, and would come forever."""
 
 
 @dataclass
@@ -43,6 +45,8 @@ class Member:
     accepting: bool = True
     prefetch: int = 0
     """Leases that it takes beyond its slots."""
+    last_result: float | None = None
+    """When it last sent a finished member."""
     stats: GeneratorStats = field(default_factory=GeneratorStats)
     gone_reason: str | None = None
 
@@ -111,7 +115,9 @@ class Membership:
         self._members: dict[str, Member] = {}
         self._latest: dict[str, str] = {}
         self._replaced: dict[tuple[str, str], None] = {}
+        self._evictions: dict[tuple[str, str], int] = {}
         self._num_joined = 0
+        self.num_evicted = 0
 
     # --- reading --------------------------------------------------------------------------------
 
@@ -221,6 +227,29 @@ class Membership:
         self.epochs.lost(name)
         self.gone.append(member)
         return member
+
+    def delivered(self, name: str, now: float) -> None:
+        """The member sent a finished result: it works."""
+        member = self._members[name]
+        member.last_result = now
+        self._evictions.pop((name, member.incarnation), None)
+
+    def evict(self, name: str, reason: str) -> Member | None:
+        """A member is put out; it may come back, unless it is `worn_out`."""
+        member = self.leave(name, f"evicted: {reason}")
+        if member is not None:
+            self.num_evicted += 1
+            key = (name, member.incarnation)
+            self._evictions[key] = self._evictions.pop(key, 0) + 1
+            while len(self._evictions) > REPLACED_KEPT:
+                del self._evictions[next(iter(self._evictions))]
+        return member
+
+    def worn_out(self, name: str, incarnation: str) -> str | None:
+        """Why a process is not taken back; None: it may come. A new process of that name may always."""
+        if self._evictions.get((name, incarnation), 0) < MAX_EVICTIONS:
+            return None
+        return f"it was evicted {MAX_EVICTIONS} times in a row without a result in between; a new process is welcome"
 
     def _remember(self, name: str, incarnation: str) -> None:
         """The newest process of a name replaces the one before it, even if that one had left by then."""

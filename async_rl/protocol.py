@@ -275,6 +275,8 @@ class Refused(Message, frozen=True):
     reason: str
     retry: bool
     """Whether trying again can help."""
+    restart: bool = False
+    """Whether a new process of that generator would be accepted."""
 
 
 class Alive(Message, frozen=True):

@@ -154,7 +154,9 @@ def _generators(status: Mapping[str, Any]) -> Table:
             member["name"],
             member["state"],
             "-" if version is None else str(version),
-            str(member["outstanding"]),
+            f"{member['outstanding']} ({member['overdue']} overdue)"
+            if member["overdue"]
+            else str(member["outstanding"]),
             str(member["slots"]),
             str(member["finished"]),
             f"{member['last_seen_s']:.1f} s ago",

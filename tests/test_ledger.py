@@ -344,7 +344,7 @@ def test_a_lease_past_its_deadline_goes_to_another_and_its_slot_stays_taken() ->
     old = ledger.lease("slow", 0, 1, 10.0)[0]
     new = ledger.lease("slow", 0, 1, 15.0)[0]
     assert ledger.expire(10.0, 19.9) == []
-    assert ledger.expire(10.0, 20.0) == [key_of(old)]
+    assert ledger.expire(10.0, 20.0) == [("slow", key_of(old))]
     assert ledger.expire(10.0, 20.0) == [], "once"
     assert (ledger.outstanding("slow"), ledger.overdue("slow")) == (2, 1), "it may still work on both"
     found = ledger.reconcile("slow", [key_of(old), key_of(new)], sent_before=20.0, now=20.0)
@@ -404,14 +404,14 @@ def test_after_a_restart_deadlines_begin_anew() -> None:
     ledger = make_ledger(group_size=1)
     lease = ledger.lease("a", 0, 1, 0.0)[0]
     late = ledger.lease("b", 0, 1, -60.0)[0]
-    assert ledger.expire(50.0, 0.0) == [key_of(late)]
+    assert ledger.expire(50.0, 0.0) == [("b", key_of(late))]
     restored = make_ledger(group_size=1)
     restored.restore(ledger.state())
     restored.check()
     assert (restored.outstanding("a"), restored.overdue("b")) == (1, 1)
     assert restored.expire(50.0, 1000.0) == []
     assert restored.expire(50.0, 1049.0) == []
-    assert restored.expire(50.0, 1050.0) == [key_of(lease)]
+    assert restored.expire(50.0, 1050.0) == [("a", key_of(lease))]
 
 
 def test_tokens_of_a_version_that_a_dead_learner_made_are_not_taken() -> None:

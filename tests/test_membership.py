@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from async_rl.membership import GONE_KEPT, Epochs, Joined, Membership
+from async_rl.membership import GONE_KEPT, MAX_EVICTIONS, Epochs, Joined, Membership
 from async_rl.protocol import PROTOCOL_VERSION, GeneratorStats, Heartbeat, Hello
 
 
@@ -147,3 +147,28 @@ def test_memory_is_bounded_under_churn() -> None:
         members.leave(f"g{i % 1500}", "goodbye")
     assert len(members) == 0 and len(members.gone) == GONE_KEPT
     assert len(members._replaced) <= 1024 and len(members._latest) <= 1024
+
+
+def test_a_process_that_is_evicted_again_and_again_is_not_taken_back() -> None:
+    members = Membership(heartbeat_timeout_s=10.0)
+    for time in range(MAX_EVICTIONS):
+        assert members.worn_out("a", "1") is None
+        join(members, "a", now=float(time))
+        evicted = members.evict("a", "did not load version 3")
+        assert evicted is not None and evicted.gone_reason == "evicted: did not load version 3"
+    assert "3 times in a row without a result in between" in str(members.worn_out("a", "1"))
+    assert members.worn_out("a", "2") is None, "a new process of that name may hang no more"
+    assert members.evict("a", "again") is None and members.num_evicted == MAX_EVICTIONS
+
+
+def test_results_and_other_ways_to_go_are_no_evictions_in_a_row() -> None:
+    members = Membership(heartbeat_timeout_s=10.0)
+    for time in range(3 * MAX_EVICTIONS):
+        join(members, "a", now=float(time))
+        members.leave("a", "silent")
+        join(members, "a", now=float(time))
+        if time % 2:
+            members.delivered("a", float(time))
+        members.evict("a", "hung")
+        assert members.worn_out("a", "1") is None
+    assert members.num_evicted == 3 * MAX_EVICTIONS

@@ -159,8 +159,8 @@ class LeaseBook:
         self.events["failed_attempts"] += 1
         return self._end_attempt((key.ticket, key.member), key.attempt, now)
 
-    def expire(self, timeout_s: float, now: float) -> list[tuple[LeaseKey, Outcome]]:
-        """Open again what was held for more than `timeout_s`, doubled for each earlier loss of its member.
+    def expire(self, timeout_s: float, now: float) -> list[tuple[str, LeaseKey, Outcome]]:
+        """Open again what was held for `timeout_s`, doubled for each earlier loss of its member; (owner, lease, ...).
 
         Its owner may go on: a late result still counts. Leases of before a restart begin anew at the first look.
         """
@@ -169,7 +169,7 @@ class LeaseBook:
             for attempt, holder in list(member.live.items()):
                 holder.since = now if holder.since == -math.inf else holder.since
                 if now - holder.since >= timeout_s * 2**member.losses:
-                    ended.append((self._key(place, attempt), self._expire(place, attempt, now)))
+                    ended.append((holder.owner, self._key(place, attempt), self._expire(place, attempt, now)))
         return ended
 
     def _expire(self, place: Place, attempt: int, now: float) -> Outcome:

@@ -177,9 +177,14 @@ class Ledger:
             self._after((key.ticket, key.member), self._leases.fail(key, now))
             raise
 
-    def expire(self, timeout_s: float, now: float) -> list[LeaseKey]:
-        """Take back leases held for more than `timeout_s` (doubled for each earlier loss); late results still count."""
-        return self._reopen(self._leases.expire(timeout_s, now))
+    def expire(self, timeout_s: float, now: float) -> list[tuple[str, LeaseKey]]:
+        """Take back leases held for `timeout_s` (doubled for each earlier loss); late results still count.
+
+        Returns (owner, lease) pairs.
+        """
+        ended = self._leases.expire(timeout_s, now)
+        self._reopen([(key, outcome) for _, key, outcome in ended])
+        return [(owner, key) for owner, key, _ in ended]
 
     def overdue(self, owner: str) -> int:
         """Leases that `owner` still works on although they were taken back at their deadline."""

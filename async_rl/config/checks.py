@@ -263,6 +263,12 @@ def warnings(config: Config) -> list[str]:
             f"run.stall_timeout_s = {config.run.stall_timeout_s} ends the run before weights.deadline_s = "
             f"{config.weights.deadline_s} can evict a generator that hangs during a publication"
         )
+    lease_timeout_s = generator.lease_timeout_s
+    if lease_timeout_s is not None and lease_timeout_s >= config.run.stall_timeout_s:
+        found.append(
+            f"run.stall_timeout_s = {config.run.stall_timeout_s} may end the run before generator.lease_timeout_s = "
+            f"{lease_timeout_s} gives the work of a hung engine to another generator"
+        )
     if config.sampling.temperature != 1 and config.evaluation.every and config.evaluation.temperature == 1:
         found.append(
             f"evaluation.temperature = 1 while training samples at {config.sampling.temperature}: "

@@ -398,6 +398,10 @@ class GeneratorConfig(Section, frozen=True):
         Literal["recompute", "keep", "finish"],
         _text("Requests running at an update: recompute their KV (exact), keep it (faster, mismatch), or let them finish first."),
     ] = "recompute"
+    lease_timeout_s: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        _text("The learner gives a member to another generator too when its lease brought no result for this long, doubled for each earlier loss; a late result still counts. Default: half of run.stall_timeout_s."),
+    ] = None
     max_restarts: Annotated[int, _text("Times that `async-rl train` restarts one generator.", ge=0)] = 3
 
 

@@ -243,8 +243,10 @@ _LEDGER = (
         "Tickets dropped so far, by reason: zero_variance (refilled, sampling.max_refills), failed_members, tail.",
         "The reason names the cause."),
     Row("ledger/event_<event>", "last", "events",
-        "What happened to leases and results so far: failed_attempts, lost_leases, late, duplicate, from_lost_future.",
-        "lost_leases or late growing: generators die or are cut off; see the console and async-rl train's logs."),
+        "What happened to leases and results so far: failed_attempts, lost_leases, expired_leases, late, duplicate, "
+        "from_lost_future.",
+        "lost_leases or late growing: generators die or are cut off; see the console and async-rl train's logs. "
+        "expired_leases growing: an engine hangs, or completions take longer than generator.lease_timeout_s."),
     Row("buffer/groups", "last", "groups",
         "Groups in the replay buffer.",
         "Always near 0: generation is the bottleneck."),

@@ -21,11 +21,14 @@ from async_rl.weights.group import (
     Group,
     check_backend,
     connect_store,
+    forget_epochs,
     serve_store,
 )
 
 GATHER_POLL_S = 0.01
 """Seconds between looks at who is here."""
+EPOCHS_KEPT = TRANSFERS_KEPT = 2
+"""How many of the last ones stay in the store, for a rank that is late to read why they failed."""
 SETTLE_S = 1.0
 """Seconds that a failed sender waits for the others to say that they are alive."""
 
@@ -55,6 +58,7 @@ class Sender:
         """
         self.leave()
         assert self._store is not None, "join after close"
+        forget_epochs(self._store, epoch - EPOCHS_KEPT)
         deadline = Deadline(deadline_s)
         group = Group(self._store, self.backend, self.device, epoch, 0, size)
         missing = list(range(1, size))
@@ -86,6 +90,7 @@ class Sender:
             self._group = None
             raise _give_up(group, error) from error
         group.transfers += 1
+        group.forget_transfer(group.transfers - TRANSFERS_KEPT)
 
     def _send(self, group: Group, buckets: list[torch.Tensor], manifest: Manifest, deadline: Deadline) -> None:
         if group.size == 1:

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -120,6 +121,13 @@ class Group:
         """Store key of one rank's report on the current transfer."""
         return f"{self.transfers}/{kind}/{rank}"
 
+    def forget_transfer(self, number: int) -> None:
+        """Delete the reports on an earlier transfer: a store that only grows would slow down and fill up."""
+        if number < 0:
+            return
+        for key in (f"{number}/{kind}/{rank}" for rank in range(1, self.size) for kind in ("done", "trouble")):
+            self.ask(partial(self._store.delete_key, key))
+
     def has(self, key: str) -> bool:
         """Whether a fact is in the store."""
         return self.ask(lambda: self._store.check([key]))
@@ -192,6 +200,15 @@ def serve_store(host: str, port: int) -> TCPStore:
         bound = listener.getsockname()[1]
         timeout = timedelta(seconds=STORE_TIMEOUT_S)
         return TCPStore(host, bound, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def forget_epochs(store: TCPStore, newest: int) -> None:
+    """Delete what epochs up to `newest` left in the store, the addresses of their process groups included."""
+    for key in store.list_keys():
+        prefix, _, _ = key.partition("/")
+        number = prefix.removeprefix("epoch-")
+        if prefix != number and number.isdigit() and int(number) <= newest:
+            store.delete_key(key)
 
 
 def connect_store(host: str, port: int, deadline: Deadline, where: str) -> TCPStore:

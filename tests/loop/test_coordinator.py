@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from async_rl.engines.base import EngineError, Sample, SampleRequest
+from async_rl.protocol import VersionSpan
 from async_rl.publication import PublicationSettings
 from tests.loop.rig import Learner, fleet, make_config, manifest, problem
 from tests.loop.test_fleet import check_account
@@ -29,6 +32,101 @@ async def test_a_generator_that_never_loads_is_evicted_before_the_learner_gives_
         await learner.done()
     assert len(learner.batches) == 4
     assert any("hung left: evicted: did not load version" in note for note in learner.notes), learner.notes
+    check_account(learner)
+
+
+async def never(*_: object) -> None:
+    """What a hung engine does."""
+    await asyncio.Event().wait()
+
+
+async def test_a_hung_engine_loses_its_leases_then_its_place_then_its_life(tmp_path: Path) -> None:
+    """It heartbeats and loads weights, and no sample of it ever ends."""
+    config = make_config(tmp_path, run={"steps": 1_000_000}, generator={"slots": 4, "lease_timeout_s": 0.4})
+    learner = Learner(config)
+    async with fleet(config, learner.start(), "good", "hung") as (_, hung):
+        hung.engine.sample = never  # type: ignore[method-assign]
+        with pytest.raises(EngineError, match=r"evicted: no result for 0.4 s.*3 times in a row.*new process"):
+            async with asyncio.timeout(60):
+                await hung.task
+        at = len(learner.batches)
+        await learner.until(at + 3)
+        status = learner.coordinator.status()
+    learner.coordinator.stop("test")
+    assert status["events"]["expired_leases"] >= 3
+    assert [member["name"] for member in status["generators"]] == ["good"]
+    assert any("leases without a result for 0.4 s" in note for note in learner.notes)
+    assert sum("hung left: evicted" in note for note in learner.notes) == 3
+    check_account(learner)
+
+
+async def test_one_lost_request_is_sampled_by_another_generator(tmp_path: Path) -> None:
+    """The engine is well but for one request; the window would keep the learner waiting for it."""
+    config = make_config(
+        tmp_path, run={"steps": 8}, generator={"lease_timeout_s": 0.5}, staleness={"reorder_window": 4}
+    )
+    learner = Learner(config)
+    async with fleet(config, learner.start(), "g0", "g1") as workers:
+        for worker in workers:
+            sample = worker.engine.sample
+
+            async def lossy(request: SampleRequest, sample=sample) -> Sample:  # type: ignore[no-untyped-def]
+                return await (never() if request.request_id == "train-5-0-1" else sample(request))
+
+            worker.engine.sample = lossy  # type: ignore[method-assign]
+        await learner.done()
+        async with asyncio.timeout(10):
+            while any(worker.generator.work for worker in workers):
+                await asyncio.sleep(0.01)
+    assert len(learner.batches) == 8
+    assert learner.ledger.events["expired_leases"] == 1
+    assert learner.coordinator.members.num_evicted == 0
+    check_account(learner)
+
+
+@pytest.mark.slow
+async def test_an_engine_that_hangs_in_every_load_ends_its_process(tmp_path: Path) -> None:
+    config = make_config(tmp_path, run={"steps": 1_000_000}, weights={"deadline_s": 1.0})
+    learner = Learner(config)
+    learner.coordinator.publications._settings = PublicationSettings(deadline_s=1.0, grace_s=0.5)
+    async with fleet(config, learner.start(), "good") as _:
+        await learner.until(2)
+        async with fleet(config, learner.coordinator.addresses["learner"], "hung") as (hung,):
+            hung.engine.relabel = never  # type: ignore[method-assign]
+            with pytest.raises(EngineError, match=r"evicted: did not load the snapshot.*3 times in a row"):
+                async with asyncio.timeout(60):
+                    await hung.task
+        at = len(learner.batches)
+        await learner.until(at + 3)
+    learner.coordinator.stop("test")
+    assert sum("hung left: evicted" in note for note in learner.notes) == 3
+    check_account(learner)
+
+
+async def test_a_stale_engine_is_an_alarm_and_is_put_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its label says a newer version than it samples with: no such token is trained, and the run goes on without it."""
+    learner = Learner(make_config(tmp_path, run={"steps": 1_000_000}))
+    async with fleet(learner.config, learner.start(), "good", "stale") as (_, stale):
+        await learner.until(2)
+        sample = stale.engine.sample
+
+        async def old(request: SampleRequest) -> Sample:
+            result = await sample(request)
+            return replace(result, versions=(VersionSpan(0, 0, len(result.completion_ids)),))
+
+        stale.engine.sample = old  # type: ignore[method-assign]
+        with pytest.raises(
+            EngineError, match=r"evicted: generator 'stale' returned ticket .* with tokens of version 0"
+        ):
+            async with asyncio.timeout(60):
+                await stale.task
+        at = len(learner.batches)
+        await learner.until(at + 3)
+    learner.coordinator.stop("test")
+    refused = learner.coordinator.server.refused["impossible_versions"]
+    assert 3 <= refused <= learner.ledger.events["failed_attempts"]
+    assert caplog.text.count("ALARM: generator stale has wrong weights") == 3
+    assert min(min(v.version for v in m.versions) for b in learner.batches[6:] for g in b for m in g.members) > 0
     check_account(learner)
 
 

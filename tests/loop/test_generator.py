@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from async_rl import protocol as p
-from async_rl.engines.base import LoadReport, Sample, SampleRequest
+from async_rl.config import ConfigError
+from async_rl.engines.base import EngineError, LoadReport, Sample, SampleRequest
 from async_rl.generator import run_generator
 from async_rl.transport import Client
 from tests.loop.rig import Learner, Worker, fleet, make_config, manifest
@@ -187,6 +188,32 @@ async def test_a_generator_leaves_although_the_learner_reads_nothing(tmp_path: P
     async with asyncio.timeout(10):
         await generator.leave("asked to")
         assert await generator._over == "asked to"
+    await worker.close()
+
+
+async def test_a_refusal_says_whether_the_process_or_the_settings_are_at_fault(tmp_path: Path) -> None:
+    """A supervisor starts a process again that ended with an engine's error, and not one whose settings are wrong."""
+    worker, _ = quiet_worker(tmp_path)
+    with pytest.raises(EngineError, match="refused this generator: evicted for good"):
+        worker.generator._refused(p.Refused(reason="evicted for good", retry=False, restart=True))
+    with pytest.raises(ConfigError, match="refused this generator: other protocol"):
+        worker.generator._refused(p.Refused(reason="other protocol", retry=False))
+    worker.generator.welcomed = True
+    worker.generator._refused(p.Refused(reason="evicted", retry=True))
+    assert not worker.generator.welcomed
+    await worker.close()
+
+
+async def test_while_nobody_answers_a_generator_tries_less_and_less_often(tmp_path: Path) -> None:
+    """But often enough that the learner that comes does not take it for dead."""
+    worker, _ = quiet_worker(tmp_path)
+    generator = worker.generator
+    generator.heartbeat_s, generator.heartbeat_timeout_s = 1.0, 15.0
+    assert generator._pause_s(0) == 1.0
+    pauses = [[generator._pause_s(tries) for _ in range(50)] for tries in (1, 2, 10, 10_000)]
+    for at_once, longest in zip(pauses, (2.0, 4.0, 5.0, 5.0), strict=True):
+        assert longest / 2 <= min(at_once) < max(at_once) <= longest
+        assert len(set(at_once)) > 40, "a fleet does not come back all at once"
     await worker.close()
 
 

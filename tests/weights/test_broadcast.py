@@ -234,3 +234,24 @@ def test_nccl_moves_the_same_bytes() -> None:
     thread.join(60.0)
     for (_, sent), (_, got) in zip(buffers.tensors(), results[0].tensors(), strict=True):
         assert torch.equal(sent, got.cpu())
+
+
+@pytest.mark.slow
+def test_the_store_does_not_grow_with_transfers_and_epochs(sender: Sender) -> None:
+    assert sender._store is not None
+    sizes = []
+    with peers(2) as members:
+        for epoch in range(1, 6):
+            join_all(sender, members, epoch=epoch)
+            for version in range(1, 5):
+                buffers, manifest = filled(version)
+                for peer in members:
+                    peer.tell("receive", manifest, 30.0)
+                sender.send(buffers, manifest, 30.0)
+                for peer in members:
+                    peer.answer()
+                sizes.append(len(sender._store.list_keys()))
+    epochs = {key.partition("/")[0] for key in sender._store.list_keys()}
+    assert epochs == {"epoch-4", "epoch-5"}
+    assert sizes[3:4] * 2 == sizes[2:4], "a further transfer in an epoch leaves nothing behind"
+    assert sizes[-1] == sizes[11], "a further epoch leaves nothing behind"
