@@ -29,21 +29,28 @@ def read_series(metrics_jsonl: Path) -> Series:
 
 
 def draw_report(metrics_jsonl: Path, out: Path, config: Config) -> None:
-    """Draw six panels into `out` (a .png or .svg); a run without a step gets an empty page."""
+    """Draw eight panels into `out` (a .png or .svg); a run without a step gets an empty page."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     series = read_series(metrics_jsonl) if metrics_jsonl.exists() else {}
-    figure = Figure(figsize=(11, 9.5), layout=ConstrainedLayoutEngine(h_pad=0.08, w_pad=0.08))
+    figure = Figure(figsize=(11, 12.5), layout=ConstrainedLayoutEngine(h_pad=0.08, w_pad=0.08))
     FigureCanvasAgg(figure)
-    axes = figure.subplots(3, 2, sharex=True)
-    panels = (_learning, _staleness, _throughput, _waiting, _mismatch, _optimisation)
-    for axis, panel in zip(axes.flat, panels, strict=True):
+    first = figure.add_subplot(4, 2, 1)
+    # All but the profile, the last one, are over steps.
+    axes = [
+        first,
+        *(figure.add_subplot(4, 2, place, sharex=first) for place in range(2, 8)),
+        figure.add_subplot(4, 2, 8),
+    ]
+    panels = (_learning, _staleness, _throughput, _waiting, _mismatch, _optimisation, _exploration, _profile)
+    for axis, panel in zip(axes, panels, strict=True):
         panel(axis, series, config)
         style_axis(axis)
-    for axis in axes[-1]:
+    for axis in axes[5:7]:
         axis.set_xlabel("step")
+    axes[7].set_xlabel("staleness of the token (steps)")
     figure.suptitle(_title(series, config), x=0.012, ha="left", fontsize=13, fontweight="bold")
     figure.savefig(out, dpi=130)
 
@@ -132,7 +139,49 @@ def _mismatch(axis: Axes, series: Series, config: Config) -> None:
 
 def _optimisation(axis: Axes, series: Series, config: Config) -> None:
     axis.set_title("Effective sample size and shares of tokens", loc="left", fontsize=10.5)
-    _line(axis, series, "correction/effective_sample_size", "effective sample size", BLUE)
+    _line(axis, series, "ratio/effective_sample_size", "effective sample size, uncorrected", BLUE)
     _line(axis, series, "correction/truncated_share", "weight truncated", ORANGE)
     _line(axis, series, "staleness/overdue_token_share", "overdue", RED)
     axis.set_ylim(-0.02, 1.05)
+
+
+def _exploration(axis: Axes, series: Series, config: Config) -> None:
+    axis.set_title("Entropy (nats per token) and clipped shares", loc="left", fontsize=10.5)
+    _line(axis, series, "loss/entropy", "entropy", BLUE)
+    _line(axis, series, "loss/clip_share_low", "clipped low", ORANGE)
+    _line(axis, series, "loss/clip_share_high", "clipped high", RED)
+    axis.set_ylim(bottom=0)
+
+
+def _profile(axis: Axes, series: Series, config: Config) -> None:
+    axis.set_title("By staleness, second half of the run: what age costs", loc="left", fontsize=10.5)
+    rows = profile(series)
+    if rows:
+        style: dict[str, Any] = {"marker": "o", "markersize": 4.5, "linewidth": 1.6}
+        ages = [age for age, *_ in rows]
+        axis.plot(ages, [share for _, share, _ in rows], label="effective sample size", color=BLUE, **style)
+        axis.plot(ages, [distance for *_, distance in rows], label="mean |log ratio| (nats)", color=ORANGE, **style)
+        axis.set_xticks(ages)
+        axis.set_ylim(bottom=0)
+
+
+def profile(series: Series) -> list[tuple[int, float, float]]:
+    """Staleness, effective sample size and mean |log ratio|, means by tokens over the later half of the steps."""
+    begin = max((steps[-1] for steps, _ in series.values()), default=0) / 2
+    rows = []
+    for key in series:
+        age = key.removeprefix("profile/tokens_")
+        if age.isdigit():
+            tokens = {step: number for step, number in zip(*series[key], strict=True) if step > begin}
+            share, distance = (
+                _weighted(series.get(f"profile/{name}_{age}", ([], [])), tokens)
+                for name in ("effective_sample_size", "log_ratio_abs")
+            )
+            rows += [(int(age), share, distance)] if tokens else []
+    return sorted(rows)
+
+
+def _weighted(points: tuple[list[int], list[float]], weights: dict[int, float]) -> float:
+    chosen = [(value, weights[step]) for step, value in zip(*points, strict=True) if step in weights]
+    total = sum(weight for _, weight in chosen)
+    return sum(value * weight for value, weight in chosen) / total if total else float("nan")
