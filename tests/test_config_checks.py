@@ -184,6 +184,9 @@ def test_accepted(overrides: list[str]) -> None:
         ("data.path=problems.jsonl", "environment.type"),
         ("rewards.max_batch=4", "environment.type or environment.batch"),
         ("transport.insecure=true", "transport.host or transport.keys"),
+        ("algorithm.kl.target=0.1", "algorithm.kl.coefficient"),
+        ("algorithm.kl.place=reward", "algorithm.kl.coefficient"),
+        ("algorithm.kl.horizon=5", "algorithm.kl.target or algorithm.kl.coefficient"),
     ],
 )
 def test_a_setting_without_effect_is_an_error(override: str, switch: str) -> None:
@@ -211,8 +214,55 @@ def test_the_behavior_weight_has_no_cap_under_a_loss_that_takes_the_ratio_itself
 
 
 @pytest.mark.parametrize(
+    ("without", "needed"),
+    [
+        (["algorithm.denominator=kept"], "algorithm.correction.mode=mask"),
+        (["algorithm.denominator=kept"], "algorithm.correction.veto=0.01"),
+        (["algorithm.denominator=kept"], "algorithm.correction.rejections=[{high = 0.5}]"),
+        (["algorithm.correction.normalize=true", "algorithm.loss.type=ppo"], "algorithm.loss.type=reinforce"),
+        (["algorithm.proximal=current"], "learner.epochs=2"),
+        (["algorithm.proximal=loglinear", "algorithm.loss.type=ppo"], "algorithm.correction.mode=mask"),
+        (["algorithm.proximal=behavior", "algorithm.loss.type=cispo"], "algorithm.loss.type=icepop"),
+        (
+            ["algorithm.proximal=loglinear", "algorithm.loss.type=reinforce", "algorithm.correction.level=none"],
+            "algorithm.correction.level=token",
+        ),
+        (["algorithm.proximal=behavior", "algorithm.correction.level=sequence"], "algorithm.correction.level=none"),
+        (["algorithm.proximal=behavior", "algorithm.correction.cap=2"], "algorithm.proximal=loglinear"),
+        (["algorithm.proximal=behavior", "algorithm.correction.mode=mask"], "algorithm.proximal=loglinear"),
+        (["algorithm.proximal=behavior", "algorithm.correction.normalize=true"], "algorithm.proximal=loglinear"),
+        (["algorithm.proximal=behavior", "algorithm.correction.veto=0.01"], "algorithm.proximal=loglinear"),
+        (
+            ["algorithm.proximal=behavior", "algorithm.loss.type=icepop", "algorithm.loss.low=0.1"],
+            "algorithm.proximal=recompute",
+        ),
+        (["algorithm.kl.horizon=5", "algorithm.kl.coefficient=0.1"], "algorithm.kl.target=0.1"),
+        (["algorithm.kl.estimator=k3"], "algorithm.kl.coefficient=0.1"),
+    ],
+)
+def test_a_part_of_the_algorithm_without_effect_is_an_error(without: list[str], needed: str) -> None:
+    """Refused alone, and accepted with one more setting."""
+    assert "has no effect" in refusal(*without)
+    config(*without, needed)
+
+
+def test_a_mean_weight_beside_penalties_must_be_known_first() -> None:
+    given_ = ["algorithm.correction.normalize=true", "algorithm.entropy_coefficient=0.1"]
+    message = refusal(*given_, "algorithm.proximal=loglinear")
+    assert "algorithm.proximal = 'recompute', algorithm.kl.place = 'reward'" in message
+    config(*given_)
+    kl = ["algorithm.kl.coefficient=0.1", "algorithm.kl.place=reward", "algorithm.proximal=loglinear"]
+    config("algorithm.correction.normalize=true", *kl)
+
+
+@pytest.mark.parametrize(
     ("overrides", "part"),
     [
+        (["algorithm.kl.coefficient=0.1", "algorithm.kl.estimator=k1"], "'k2' has the gradient of KL(pi || ref)"),
+        (
+            ["algorithm.kl.coefficient=0.1", "algorithm.kl.place=reward", "algorithm.kl.estimator=k3"],
+            "which only 'k1' has there",
+        ),
         (["generator.running_requests=finish"], "generator.running_requests = 'finish'"),
         (["learner.micro_batch_tokens=512"], "learner.micro_batch_tokens = 512"),
         (["run.stall_timeout_s=60"], "run.stall_timeout_s = 60.0"),

@@ -89,9 +89,12 @@ def passes_veto(veto: float, log_ratios: Tensor, mask: Tensor, sequence_index: T
     return ~impossible[sequence_index]
 
 
-def normalize_weights(weight: Tensor, total: Tensor, kept: Tensor) -> Tensor:
-    """Divide by the mean over the kept tokens of the whole batch, total / kept: `weight` and `kept` of the sums."""
-    return weight * kept / total.clamp(min=torch.finfo(torch.float32).tiny)
+def mean_weight_factor(total: float, kept: float) -> float:
+    """What weights are multiplied by so that their mean over the kept tokens is 1: kept / total, 0 without any.
+
+    `total` and `kept` are `weight` and `kept` of the sums, added over micro-batches and ranks.
+    """
+    return kept / total if total else 0.0
 
 
 def loglinear_proximal(logprobs: Tensor, behavior_logprobs: Tensor, staleness: Tensor) -> Tensor:

@@ -1,14 +1,13 @@
 """KL penalties against a reference policy: estimators, their gradients, and the adaptive coefficient.
 
 With d = log pi - log ref at a token sampled from pi, each estimates KL(pi || ref) (Schulman, "Approximating KL
-Divergence", 2020). As a term of the loss it is the gradient that counts, and only k2 has the right one:
+Divergence", 2020). What trains is the gradient. A term of the loss has that of the table's third column; in the reward
+the value is a constant, and the gradient is E[value * grad log pi] (arXiv:2506.09477, arXiv:2510.01555):
 
-    name  value             gradient w.r.t. log pi   its expectation on policy
-    k1    d                 1                        0, since E[grad log pi] = 0
-    k2    d^2 / 2           d                        grad KL(pi || ref)
-    k3    exp(-d) - 1 + d   1 - exp(-d)              grad KL(ref || pi)
-
-In the reward any of them may stand, since there the value counts: k1 and k3 are unbiased, k2 is not.
+    name  value             d / d log pi   on policy in the loss   on policy in the reward
+    k1    d                 1              0                       grad KL(pi || ref)
+    k2    d^2 / 2           d              grad KL(pi || ref)      no divergence's
+    k3    exp(-d) - 1 + d   1 - exp(-d)    grad KL(ref || pi)      grad KL(pi || ref) - grad KL(ref || pi)
 """
 
 from __future__ import annotations
@@ -35,6 +34,11 @@ def divergence(estimator: str, difference: Tensor) -> Tensor:
             # expm1 keeps the digits that exp(-d) - 1 loses near d = 0.
             return torch.expm1(-difference) + difference
     raise ValueError(f"unknown KL estimator {estimator!r}; k1, k2 or k3")
+
+
+def default_estimator(place: str) -> str:
+    """The estimator whose gradient is that of KL(pi || ref), in the `loss` or in the `reward`."""
+    return "k2" if place == "loss" else "k1"
 
 
 def adaptive_coefficient(coefficient: float, kl: float, target: float, horizon: int) -> float:

@@ -33,6 +33,13 @@ def count(mask: Tensor, sequence_index: Tensor, num_sequences: int) -> Denominat
     return Denominator(tokens=int(mask.sum()), sequences=int((lengths > 0).sum()))
 
 
+def recount(reduction: str, counted: Denominator, kept: Denominator) -> float:
+    """What turns a loss, or its gradient, that was divided by `counted` into one divided by `kept`; 0 without any."""
+    if reduction == "token_mean":
+        return counted.tokens / kept.tokens if kept.tokens else 0.0
+    return counted.sequences / kept.sequences if kept.sequences else 0.0
+
+
 def token_weights(
     reduction: str,
     mask: Tensor,
@@ -48,7 +55,8 @@ def token_weights(
     sequence_mean_token_sum  1 / sequences
     constant                 1 / (sequences * constant_length) (Dr.GRPO, arXiv:2503.20783)
 
-    `mask` is the mask that was counted: a token rejected later keeps its share of the denominator and has loss 0.
+    `mask` is the mask of tokens that count: one rejected later keeps its share of the denominator and has loss 0. The
+    sequence's own length is that of `mask`; `denominator` may be another count, which `recount` exchanges later.
     """
     tokens, sequences = max(denominator.tokens, 1), max(denominator.sequences, 1)
     weights = mask.float()

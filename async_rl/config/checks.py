@@ -8,7 +8,7 @@ from math import gcd
 
 from async_rl import staleness as staleness_rule
 from async_rl.addresses import is_loopback
-from async_rl.config.effect import SWITCHES, value_at, without_effect
+from async_rl.config.effect import SWITCHES, penalizes_loss, value_at, weighs, without_effect
 from async_rl.config.fields import settings, tag_of
 from async_rl.config.schema import (
     ArithmeticEnvironment,
@@ -168,6 +168,18 @@ def _check_schedule(config: Config) -> None:
         )
 
 
+def _check_normalization(config: Config) -> None:
+    """The mean weight must be known before the first gradient where the loss has terms that it does not divide."""
+    algorithm = config.algorithm
+    normalizes = algorithm.correction.normalize and weighs(algorithm)
+    if normalizes and penalizes_loss(algorithm) and algorithm.proximal != "recompute":
+        raise ConfigError(
+            f"algorithm.correction.normalize = true with algorithm.proximal = {algorithm.proximal!r} divides the whole "
+            "gradient of an update at its end, and would divide the entropy bonus or KL penalty too; use "
+            "algorithm.proximal = 'recompute', algorithm.kl.place = 'reward', or algorithm.correction.normalize = false"
+        )
+
+
 def _check_transport(config: Config) -> None:
     transport = config.transport
     if transport.host in ("", "*", "0.0.0.0", "::"):
@@ -235,6 +247,7 @@ def check_config(config: Config, ranks: Mapping[str, int] | None = None) -> None
         _check_split,
         _check_progress,
         _check_schedule,
+        _check_normalization,
         _check_transport,
         _check_data,
         _check_alarms,
@@ -268,6 +281,17 @@ def warnings(config: Config) -> list[str]:
         found.append(
             f"run.stall_timeout_s = {config.run.stall_timeout_s} may end the run before generator.lease_timeout_s = "
             f"{lease_timeout_s} gives the work of a hung engine to another generator"
+        )
+    kl = config.algorithm.kl
+    if kl.coefficient > 0 and kl.place == "loss" and kl.estimator == "k1":
+        found.append(
+            "algorithm.kl.estimator = 'k1' in the loss has a gradient of expectation 0 on policy and only adds noise; "
+            "'k2' has the gradient of KL(pi || ref), or use algorithm.kl.place = 'reward'"
+        )
+    if kl.coefficient > 0 and kl.place == "reward" and kl.estimator in ("k2", "k3"):
+        found.append(
+            f"algorithm.kl.estimator = {kl.estimator!r} in the reward is not followed along the gradient of "
+            "KL(pi || ref), which only 'k1' has there"
         )
     if config.sampling.temperature != 1 and config.evaluation.every and config.evaluation.temperature == 1:
         found.append(

@@ -7,7 +7,15 @@ from typing import NamedTuple
 
 from async_rl.addresses import is_loopback
 from async_rl.config.fields import tag_of
-from async_rl.config.schema import ArithmeticEnvironment, Config, FunctionEnvironment
+from async_rl.config.schema import (
+    AlgorithmConfig,
+    ArithmeticEnvironment,
+    Config,
+    CorrectionConfig,
+    FunctionEnvironment,
+    IcePopLoss,
+    LearnerConfig,
+)
 
 
 class Switch(NamedTuple):
@@ -23,6 +31,50 @@ OWN_RATIO = ("ppo", "truncated_is", "cispo", "icepop", "topr", "dppo")
 """Losses that take the ratio to the behavior policy themselves and multiply by no behavior weight."""
 
 
+OWN_PROXIMAL = ("decoupled_ppo", "gspo", "sapo", "icepop")
+"""Losses that take a ratio to the proximal policy themselves."""
+
+
+def can_mask(correction: CorrectionConfig) -> bool:
+    """Whether the correction can remove a token from the loss, given a ratio prox / mu other than 1."""
+    masks = correction.level != "none" and correction.mode == "mask"
+    return masks or bool(correction.rejections) or correction.veto is not None
+
+
+def rejects(algorithm: AlgorithmConfig) -> bool:
+    """Whether tokens can leave the loss by the correction."""
+    return algorithm.proximal != "behavior" and can_mask(algorithm.correction)
+
+
+def weighs(algorithm: AlgorithmConfig) -> bool:
+    """Whether the loss is multiplied by a behavior weight other than 1."""
+    own = tag_of(algorithm.loss) in OWN_RATIO
+    return not own and algorithm.correction.level != "none" and algorithm.proximal != "behavior"
+
+
+def penalizes_loss(algorithm: AlgorithmConfig) -> bool:
+    """Whether the loss has a term that does not vanish with the advantage: an entropy bonus or a KL penalty."""
+    return algorithm.entropy_coefficient > 0 or (algorithm.kl.coefficient > 0 and algorithm.kl.place == "loss")
+
+
+def several_updates(learner: LearnerConfig) -> bool:
+    """Whether the policy changes within a step, so that current and proximal policy differ."""
+    return learner.epochs * learner.minibatches > 1
+
+
+def _proximal_unread(config: Config) -> bool:
+    """Whether another proximal policy would change nothing but what is measured."""
+    algorithm = config.algorithm
+    if algorithm.proximal == "current":  # Spares a forward pass, whoever reads its result.
+        return not several_updates(config.learner)
+    by_weight = tag_of(algorithm.loss) == "reinforce" and algorithm.correction.level != "none"
+    return not (tag_of(algorithm.loss) in OWN_PROXIMAL or by_weight or can_mask(algorithm.correction))
+
+
+def _is_behavior(config: Config) -> bool:
+    return config.algorithm.proximal == "behavior"
+
+
 def _poses_its_own(config: Config) -> bool:
     return isinstance(config.environment, ArithmeticEnvironment)
 
@@ -36,7 +88,11 @@ def _no_evaluation(config: Config) -> bool:
 
 
 def _no_correction(config: Config) -> bool:
-    return config.algorithm.correction.level == "none"
+    return config.algorithm.correction.level == "none" or _is_behavior(config)
+
+
+def _no_kl(config: Config) -> bool:
+    return config.algorithm.kl.coefficient == 0
 
 
 def _no_cap(config: Config) -> bool:
@@ -55,6 +111,10 @@ def _no_batch_reward(config: Config) -> bool:
 _ARITHMETIC = Switch(("environment.type",), "the arithmetic environment poses its own problems", _poses_its_own)
 _EVALUATION = Switch(("evaluation.every",), "evaluation.every is 0", _no_evaluation)
 _LEVEL, _MODE = "algorithm.correction.level", "algorithm.correction.mode"
+_LOSS, _PROXIMAL = "algorithm.loss.type", "algorithm.proximal"
+_KL = Switch(("algorithm.kl.coefficient",), "algorithm.kl.coefficient is 0", _no_kl)
+_BEHAVIOR = Switch((_PROXIMAL,), f"with {_PROXIMAL} = 'behavior' the ratio prox / mu is 1 everywhere", _is_behavior)
+_BAND = Switch((_PROXIMAL,), _BEHAVIOR.reason, lambda c: _is_behavior(c) and isinstance(c.algorithm.loss, IcePopLoss))
 
 # fmt: off
 SWITCHES: dict[str, Switch] = {
@@ -68,11 +128,35 @@ SWITCHES: dict[str, Switch] = {
     "algorithm.overlong.buffer_tokens": Switch(
         ("algorithm.overlong.penalty",), "algorithm.overlong.penalty is 0",
         lambda c: c.algorithm.overlong.penalty == 0),
-    "algorithm.correction.mode": Switch((_LEVEL,), f"{_LEVEL} is 'none'", _no_correction),
+    "algorithm.denominator": Switch(
+        (_LEVEL, _MODE, "algorithm.correction.rejections", "algorithm.correction.veto", _PROXIMAL),
+        "the correction removes no token", lambda c: not rejects(c.algorithm)),
+    "algorithm.proximal": Switch(
+        (_LOSS, _LEVEL, _MODE, "learner.epochs", "learner.minibatches"),
+        "neither loss nor correction reads another proximal policy than the current one", _proximal_unread),
+    "algorithm.correction.level": Switch(
+        (_PROXIMAL,), _BEHAVIOR.reason, lambda c: _is_behavior(c) and c.algorithm.correction.level != "none"),
+    "algorithm.correction.mode": Switch(
+        (_LEVEL, _PROXIMAL), f"{_LEVEL} is 'none', or {_PROXIMAL} is 'behavior'", _no_correction),
     "algorithm.correction.floor": Switch((_LEVEL, _MODE), f"only {_MODE} = 'mask' has a floor", _no_floor),
     "algorithm.correction.cap": Switch(
-        (_LEVEL, _MODE, "algorithm.loss.type"),
-        f"{_LEVEL} is 'none', or the loss takes the ratio to the behavior policy itself", _no_cap),
+        (_LEVEL, _MODE, _LOSS, _PROXIMAL),
+        f"{_LEVEL} is 'none', or {_PROXIMAL} is 'behavior', or the loss takes the ratio to the behavior policy itself",
+        _no_cap),
+    "algorithm.correction.rejections": _BEHAVIOR,
+    "algorithm.correction.veto": _BEHAVIOR,
+    "algorithm.correction.normalize": Switch(
+        (_LEVEL, _LOSS, _PROXIMAL), "the loss is multiplied by no behavior weight other than 1",
+        lambda c: not weighs(c.algorithm)),
+    "algorithm.loss.low": _BAND,
+    "algorithm.loss.high": _BAND,
+    "algorithm.kl.place": _KL,
+    "algorithm.kl.estimator": _KL,
+    "algorithm.kl.target": _KL,
+    "algorithm.kl.horizon": Switch(
+        ("algorithm.kl.target", "algorithm.kl.coefficient"), "only algorithm.kl.target steers the coefficient",
+        lambda c: c.algorithm.kl.target is None or _no_kl(c)),
+    "algorithm.kl.reference": _KL,
     "alarms.max_overdue_share": Switch(
         ("staleness.overdue",), "only staleness.overdue = 'mask' masks tokens for their age",
         lambda c: c.staleness.overdue != "mask"),

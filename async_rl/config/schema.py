@@ -296,6 +296,27 @@ class CorrectionConfig(Section, frozen=True):
         Annotated[float, Meta(gt=0, lt=1)] | None,
         _text("A sequence with any token of prox / mu below this leaves the loss; off when absent."),
     ] = None
+    normalize: Annotated[bool, _text("Divide weights by their mean over the tokens that the update keeps (self-normalised importance sampling).")] = False
+
+
+class KlConfig(Section, frozen=True):
+    """A penalty of KL(pi || ref) towards a reference policy, a frozen copy of a model (Schulman 2020)."""
+
+    coefficient: Annotated[float, _text("Weight of the penalty, the first one where `target` is set; 0: no penalty, and no reference is loaded.", ge=0)] = 0.0
+    place: Annotated[
+        Literal["loss", "reward"],
+        _text("loss: added to each token's loss; reward: its sum over the trajectory is subtracted before advantages."),
+    ] = "loss"
+    estimator: Annotated[
+        Literal["k1", "k2", "k3"] | None,
+        _text("With d = log pi - log ref: d, d^2 / 2, or exp(-d) - 1 + d; absent: the one with the gradient of KL(pi || ref), k2 in the loss, k1 in the reward."),
+    ] = None
+    target: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        _text("Nats per token that the coefficient is steered to (arXiv:1909.08593); absent: it stays."),
+    ] = None
+    horizon: Annotated[int, _text("Steps far from the target that change the coefficient by about 20 %.", ge=1)] = 10
+    reference: Annotated[str | None, _text("Folder of the reference policy, with the policy's tokenizer; default model.path.")] = None
 
 
 class OverlongConfig(Section, frozen=True):
@@ -318,11 +339,21 @@ class AlgorithmConfig(Section, frozen=True):
     advantage: Annotated[Advantage, _text("Advantage estimator.")] = GrpoAdvantage()
     loss: Annotated[Loss, _text("Per-token loss.")] = DecoupledPpoLoss()
     correction: Annotated[CorrectionConfig, _text("Off-policy correction.")] = CorrectionConfig()
+    proximal: Annotated[
+        Literal["recompute", "loglinear", "behavior", "current"],
+        _text("Proximal policy: recompute: the policy at the start of the step, by a forward pass where it makes several updates; loglinear: between behavior and current policy by staleness, no pass (A-3PO, arXiv:2512.06547); behavior: mu, so that weights are 1; current: pi without gradient."),
+    ] = "recompute"
+    entropy_coefficient: Annotated[float, _text("Entropy bonus: each token's loss is lowered by this times its entropy.", ge=0)] = 0.0
+    kl: Annotated[KlConfig, _text("KL penalty towards a reference policy.")] = KlConfig()
     overlong: Annotated[OverlongConfig, _text("Completions that are too long.")] = OverlongConfig()
     reduction: Annotated[
         Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"],
         _text("How per-token losses become one number; denominators are global over micro-batches and ranks."),
     ] = "token_mean"
+    denominator: Annotated[
+        Literal["all", "kept"],
+        _text("Tokens and sequences that a reduction counts: all in the batch, so that rejection never raises the weight of the rest, or those that the correction kept."),
+    ] = "all"
     constant_length: Annotated[Annotated[int, Meta(ge=1)] | None, _text("Divisor L of reduction='constant'; default sampling.max_completion_tokens.")] = None
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from async_rl.algos.advantages import compute_batch_advantages
 from async_rl.config import Config
 from async_rl.learner.repeats import all_identical, repeated_nats
-from async_rl.learner.shaping import is_left_out, shaped_rewards
+from async_rl.learner.shaping import TrajectoryKl, is_left_out, shaped_rewards
 from async_rl.metrics import Metrics
 from async_rl.staleness import staleness_per_token
 
@@ -86,8 +86,15 @@ class _Selection:
     num_overdue: int
 
 
-def prepare_batch(groups: Sequence[TrajectoryGroup], step: int, config: Config) -> PreparedBatch:
+def prepare_batch(
+    groups: Sequence[TrajectoryGroup],
+    step: int,
+    config: Config,
+    kl: TrajectoryKl | None = None,
+) -> PreparedBatch:
     """Advantages per whole group first, then the tokens of `step` that are in the loss, by ticket and member.
+
+    `kl` is subtracted from the rewards that advantages see; None: no KL penalty in the reward.
 
     Failed members take no part in the statistics of their group and never train. With overdue='mask' tokens older
     than max_staleness leave the loss while their trajectory's reward still counts in the group, and with
@@ -100,7 +107,8 @@ def prepare_batch(groups: Sequence[TrajectoryGroup], step: int, config: Config) 
     behavior: list[np.ndarray] = []
     staleness: list[np.ndarray] = []
     overdue: list[tuple[int, int, int]] = []
-    for index, (group, advantages) in enumerate(zip(ordered, _advantages(ordered, config, metrics), strict=True)):
+    by_group = _advantages(ordered, config, metrics, kl)
+    for index, (group, advantages) in enumerate(zip(ordered, by_group, strict=True)):
         _record_group(metrics, group, advantages, size)
         for place, (member, advantage) in enumerate(zip(group.members, advantages, strict=True)):
             if advantage is None:
@@ -125,9 +133,11 @@ def prepare_batch(groups: Sequence[TrajectoryGroup], step: int, config: Config) 
     )
 
 
-def _advantages(groups: Sequence[TrajectoryGroup], config: Config, metrics: Metrics) -> list[list[float | None]]:
+def _advantages(
+    groups: Sequence[TrajectoryGroup], config: Config, metrics: Metrics, kl: TrajectoryKl | None
+) -> list[list[float | None]]:
     """One advantage for each member, None for failed and excluded ones; no token is filtered yet."""
-    rewards = shaped_rewards(groups, config, metrics)
+    rewards = shaped_rewards(groups, config, metrics, kl)
     lengths = [[int(np.sum(member.completion_mask)) for member in group.members] for group in groups]
     return compute_batch_advantages(config.algorithm.advantage, rewards, lengths)
 

@@ -17,7 +17,6 @@ from typing import Any
 from async_rl.buffer import TrajectoryGroup
 from async_rl.config import Config
 from async_rl.evaluation import is_due
-from async_rl.learner.batch import prepare_batch
 from async_rl.learner.lead import Lead
 from async_rl.learner.model import Policy, load_policy
 from async_rl.learner.ranks import RankContext, agree, broadcast_bytes, init_ranks, spawn_ranks
@@ -101,7 +100,7 @@ class Loop:
 
     def _step(self, step: int, groups: tuple[TrajectoryGroup, ...]) -> None:
         started = time.monotonic()
-        metrics: Metrics = self.updater.step(prepare_batch(groups, step, self.config), step)
+        metrics: Metrics = self.updater.step(self.updater.prepare(groups, step), step)
         train_s = time.monotonic() - started
         if self.lead is not None:
             self.lead.trained()

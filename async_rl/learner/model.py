@@ -23,7 +23,7 @@ from async_rl.learner.batch import PreparedBatch
 from async_rl.learner.layout import MicroBatch, packed_micro_batch, padded_micro_batch
 from async_rl.learner.packing import Plan, Unit, make_units, plan_packed, plan_padded
 from async_rl.learner.probe import choose_layout
-from async_rl.learner.ranks import RankContext
+from async_rl.learner.ranks import RankContext, sum_over_ranks
 from async_rl.learner.scorer import CompletionScorer
 
 log = logging.getLogger(__name__)
@@ -67,6 +67,24 @@ class Policy:
         """Logprob and entropy of each token in the loss, float32 [max(T, 1)], with gradient. Collective."""
         logprobs, entropy = self.scorer(micro_batch, temperature)
         return logprobs, entropy
+
+    def micro_batches(self, batch: PreparedBatch, chosen: Sequence[int], budget: int) -> Iterator[MicroBatch]:
+        """This rank's micro-batches of the chosen sequences; every rank gets the same number of them."""
+        for row in self.plan(batch, chosen, budget):
+            yield self.micro_batch(batch, row[self.ctx.rank])
+
+    @torch.no_grad()
+    def score(self, batch: PreparedBatch, chosen: Sequence[int], temperature: float, budget: int) -> Tensor:
+        """Logprobs of the chosen sequences' tokens without gradient, float32 [T], 0 elsewhere, on every rank.
+
+        Collective.
+        """
+        result = torch.zeros(batch.num_tokens, device=self.ctx.device)
+        for micro_batch in self.micro_batches(batch, chosen, budget):
+            logprobs, _ = self.logprobs(micro_batch, temperature)
+            result[micro_batch.tokens] = logprobs[: len(micro_batch.tokens)]
+        self._reshard()
+        return sum_over_ranks(result)
 
     def parameters(self) -> list[nn.Parameter]:
         """Trainable parameters, float32, sharded where there are several ranks; tied ones once."""
@@ -117,9 +135,37 @@ def load_policy(config: ModelConfig, learner: LearnerConfig, ctx: RankContext) -
     source = Path(config.path)
     model = _load(source, config.attention)
     _check_names(model, source)
-    scorer = CompletionScorer(model, learner.logprob_chunk_tokens)
     _prepare(model, config.gradient_checkpointing)
+    return _place(model, source, config, learner, ctx)
+
+
+def load_reference(folder: str | None, policy: Policy, config: ModelConfig, learner: LearnerConfig) -> Policy:
+    """A frozen policy from `folder`, or from model.path, sharded and laid out like `policy`.
+
+    It keeps only parameters, in model.dtype: 2 or 4 bytes each over the ranks, beside the 16 of a trained one.
+    Raises ValueError when it cannot score every token of the policy's vocabulary.
+    """
+    source = Path(folder if folder is not None else config.path)
+    model = _load(source, config.attention, "model.path" if folder is None else "algorithm.kl.reference")
+    model.eval().requires_grad_(False)
+    own, needed = (each.config.get_text_config().vocab_size for each in (model, policy.model))
+    if own < needed:
+        raise ValueError(
+            f"algorithm.kl.reference = {folder!r} knows {own} tokens, and the policy {needed}; the two must share a "
+            "tokenizer: choose a model of the same family"
+        )
+    return _place(model, source, config, learner, policy.ctx)
+
+
+def _place(
+    model: PreTrainedModel, source: Path, config: ModelConfig, learner: LearnerConfig, ctx: RankContext
+) -> Policy:
+    """Choose the layout, then shard the model, or move it to the device of a rank alone."""
+    scorer = CompletionScorer(model, learner.logprob_chunk_tokens)
     packed = choose_layout(scorer, config.attention)
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(DTYPES[config.dtype])
     if ctx.world > 1 or config.dtype != "float32":
         _shard(scorer, ctx, DTYPES[config.dtype])
     else:
@@ -127,16 +173,17 @@ def load_policy(config: ModelConfig, learner: LearnerConfig, ctx: RankContext) -
     return Policy(scorer, source, ctx, config.dtype, packed)
 
 
-def _load(source: Path, attn: str) -> PreTrainedModel:
+def _load(source: Path, attn: str, setting: str = "model.path") -> PreTrainedModel:
+    """The model in `source`, which `setting` names, float32 on CPU."""
     if not (source / "config.json").is_file():
         raise ValueError(
-            f"model.path = {str(source)!r}: no {'config.json in that folder' if source.is_dir() else 'such folder'}; "
+            f"{setting} = {str(source)!r}: no {'config.json in that folder' if source.is_dir() else 'such folder'}; "
             "it must be a folder with a Hugging Face model (config.json, *.safetensors, tokenizer)"
         )
     settings = AutoConfig.from_pretrained(source)
     if type(settings) not in AutoModelForCausalLM._model_mapping:
         raise ValueError(
-            f"model.path = {str(source)!r}: a {settings.model_type!r} model is not a causal language model of "
+            f"{setting} = {str(source)!r}: a {settings.model_type!r} model is not a causal language model of "
             "transformers; choose one that AutoModelForCausalLM loads"
         )
     disable_progress_bar()
@@ -149,7 +196,7 @@ def _load(source: Path, attn: str) -> PreTrainedModel:
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise ValueError(
-            f"model.path = {str(source)!r}: the checkpoint lacks {len(missing)} parameters, such as {missing[0]!r}; "
+            f"{setting} = {str(source)!r}: the checkpoint lacks {len(missing)} parameters, such as {missing[0]!r}; "
             "they would be random. Is it the checkpoint of another architecture, or of a base model without its head?"
         )
     return model

@@ -68,6 +68,12 @@ class Optimizer:
             group["lr"] = rate
         return rate
 
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all gradients; before `update`, so that clipping sees the result."""
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
     def update(self, step: int) -> UpdateReport:
         """Clip, apply and clear the gradients; skip a gradient that is not finite.
 

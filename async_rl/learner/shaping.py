@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from async_rl.algos.shaping import soft_overlong_penalty
+from async_rl.algos.shaping import penalize_kl, soft_overlong_penalty
 from async_rl.config import Config
 from async_rl.metrics import Metrics
 
@@ -19,9 +20,27 @@ BUFFER_SHARE = 5
 """The penalty rises over a fifth of the longest completion, as in DAPO: 4096 of 20480 tokens."""
 
 
-def shaped_rewards(groups: Sequence[TrajectoryGroup], config: Config, metrics: Metrics) -> list[list[float | None]]:
+@dataclass(frozen=True)
+class TrajectoryKl:
+    """The KL penalty in the rewards of a batch."""
+
+    coefficient: float
+    by_slot: np.ndarray
+    """float64 [groups * group_size], KL(prox || reference) of each member, summed over its sampled tokens; nats."""
+
+
+def shaped_rewards(
+    groups: Sequence[TrajectoryGroup], config: Config, metrics: Metrics, kl: TrajectoryKl | None = None
+) -> list[list[float | None]]:
     """One reward for each member; None takes no part in its group's statistics and does not train."""
-    return [[_shaped(member, config, metrics) for member in group.members] for group in groups]
+    rewards = [[_shaped(member, config, metrics) for member in group.members] for group in groups]
+    if kl is None:
+        return rewards
+    size = config.sampling.group_size
+    return [
+        [penalize_kl(reward, float(kl.by_slot[i * size + j]), kl.coefficient) for j, reward in enumerate(group)]
+        for i, group in enumerate(rewards)
+    ]
 
 
 def _shaped(member: Trajectory, config: Config, metrics: Metrics) -> float | None:

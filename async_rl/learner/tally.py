@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from async_rl.algos.importance import effective_sample_size_of_sums
+from async_rl.algos.kl import divergence
 from async_rl.algos.losses import LossInputs, LossOutput
 from async_rl.algos.ratios import importance_ratio, log_ratio
 from async_rl.config.schema import CorrectionConfig
@@ -15,8 +16,8 @@ from async_rl.metrics import Metrics
 
 SUMS = (
     "tokens", "kept", "weight", "weight_squared", "truncated", "rejected",
-    "loss", "entropy", "clipped_low", "clipped_high",
-    "ratio", "k1", "k3", "fresh_tokens", "fresh_difference",
+    "entropy", "clipped_low", "clipped_high",
+    "ratio", "k1", "k3", "fresh_tokens", "fresh_difference", "reference_k1", "reference_k3",
 )  # fmt: skip
 MAXIMA = ("ratio", "fresh_difference")
 
@@ -40,8 +41,8 @@ class Tally:
             place = MAXIMA.index(name)
             self.maxima[place] = torch.maximum(self.maxima[place], value.detach().max().double())
 
-    def record(self, metrics: Metrics) -> None:
-        """Total over all ranks into metrics. Collective."""
+    def record(self, metrics: Metrics) -> dict[str, float]:
+        """Total over all ranks into metrics; returns the sums. Collective."""
         self.profile.record(metrics)
         total = dict(zip(SUMS, sum_over_ranks(self.sums).tolist(), strict=True))
         largest = dict(zip(MAXIMA, max_over_ranks(self.maxima).tolist(), strict=True))
@@ -51,7 +52,7 @@ class Tally:
         if fresh:
             metrics.max("mismatch/logprob_abs_max", largest["fresh_difference"])
         if not tokens:
-            return
+            return total
         share = effective_sample_size_of_sums(total["weight"], total["weight_squared"], tokens)
         if share is not None:
             metrics.mean("correction/effective_sample_size", share, 1.0)
@@ -67,13 +68,17 @@ class Tally:
             ("loss/clip_share_high", "clipped_high"),
         ):
             metrics.mean(key, total[name], tokens)
+        return total
 
 
 @torch.no_grad()
-def tally_policy(tally: Tally, inputs: LossInputs, staleness: Tensor, config: CorrectionConfig) -> None:
-    """How far behavior, proximal and current policy are apart; `inputs.mask` is all True here.
+def tally_policy(
+    tally: Tally, inputs: LossInputs, staleness: Tensor, config: CorrectionConfig, start_logprobs: Tensor | None
+) -> None:
+    """How far behavior, proximal, current and reference policy are apart; `inputs.mask` is all True here.
 
-    Tokens of staleness 0 were sampled by the proximal policy: a difference there is a mismatch of engine and learner.
+    Tokens of staleness 0 were sampled by the policy at the start of the step: a difference to `start_logprobs` there
+    is a mismatch of engine and learner. None: the policy has moved on, and nothing is measured.
     """
     level = config.level if config.level != "none" else "token"
     ratio = importance_ratio(
@@ -84,25 +89,25 @@ def tally_policy(tally: Tally, inputs: LossInputs, staleness: Tensor, config: Co
         inputs.num_sequences,
         level,
     )
-    tally.profile.add(inputs, inputs.proximal_logprobs, staleness)
     current = log_ratio(inputs.logprobs, inputs.behavior_logprobs, inputs.mask)
-    fresh = staleness == 0
-    difference = torch.where(fresh, (inputs.proximal_logprobs - inputs.behavior_logprobs).abs(), 0.0)
-    tally.add(
-        ratio=ratio.sum(),
-        k1=-current.sum(),
-        k3=(current.exp() - 1.0 - current).sum(),
-        fresh_tokens=fresh.sum(),
-        fresh_difference=difference.sum(),
-    )
-    tally.maximum(ratio=ratio, fresh_difference=difference)
+    tally.add(ratio=ratio.sum(), k1=-current.sum(), k3=(current.exp() - 1.0 - current).sum())
+    tally.maximum(ratio=ratio)
+    if start_logprobs is not None:
+        tally.profile.add(inputs, start_logprobs, staleness)
+        fresh = staleness == 0
+        difference = torch.where(fresh, (start_logprobs - inputs.behavior_logprobs).abs(), 0.0)
+        tally.add(fresh_tokens=fresh.sum(), fresh_difference=difference.sum())
+        tally.maximum(fresh_difference=difference)
+    if inputs.reference_logprobs is not None:
+        away = log_ratio(inputs.logprobs, inputs.reference_logprobs, inputs.mask)
+        tally.add(reference_k1=divergence("k1", away).sum(), reference_k3=divergence("k3", away).sum())
 
 
 @torch.no_grad()
-def tally_loss(tally: Tally, inputs: LossInputs, output: LossOutput, loss: Tensor) -> None:
-    """Loss, entropy and clipping of one micro-batch."""
+def tally_loss(tally: Tally, inputs: LossInputs, output: LossOutput) -> None:
+    """Entropy and clipping of one micro-batch."""
     assert inputs.entropy is not None
-    tally.add(loss=loss, entropy=inputs.entropy.sum())
+    tally.add(entropy=inputs.entropy.sum())
     for name in ("clipped_low", "clipped_high"):
         if name in output.diagnostics:
             tally.add(**{name: output.diagnostics[name].sum()})

@@ -211,7 +211,7 @@ _CORRECTION = (
 )
 
 _OPTIMISATION = (
-    Row("loss/policy", "mean", "nats", "The policy loss; its size says little."),
+    Row("loss/policy", "mean", "nats", "The policy loss, without entropy bonus and KL penalty; its size says little."),
     Row("loss/clip_share_low", "mean", "share",
         "Tokens at the lower clip.",
         "High: lower learner.lr or raise clip_low."),
@@ -230,6 +230,21 @@ _OPTIMISATION = (
     Row("optimizer/skipped_updates", "sum", "updates",
         "Updates skipped because the gradient was not finite.",
         "Above 0: lower learner.lr; see learner.max_nonfinite_updates."),
+)
+
+_KL = (
+    Row("kl/reference_k1", "mean", "nats",
+        "KL(pi || reference) per token, estimator log pi - log ref; unbiased, may be negative.",
+        "See kl/reference_k3."),
+    Row("kl/reference_k3", "mean", "nats",
+        "KL(pi || reference) per token, estimator exp(-d) - 1 + d with d = log pi - log ref; never negative.",
+        "Grows as the policy leaves its reference; faster than the reward: raise algorithm.kl.coefficient."),
+    Row("kl/coefficient", "last", "1",
+        "Weight of the KL penalty in this step.",
+        "At its extremes with algorithm.kl.target set: the target cannot be held; change it or algorithm.kl.horizon."),
+    Row("kl/reward_penalty", "mean", "reward",
+        "What the KL penalty subtracts from the reward of a trajectory, with algorithm.kl.place = 'reward'.",
+        "Of the size of reward/mean: the penalty rules; lower algorithm.kl.coefficient."),
 )
 
 _LEDGER = (
@@ -284,6 +299,7 @@ CATALOGUE: tuple[Row, ...] = (
     *_TIME,
     *_CORRECTION,
     *_OPTIMISATION,
+    *_KL,
     *_LEDGER,
     *_ALARMS,
     *_MEMORY,

@@ -13,7 +13,7 @@ from async_rl.algos.importance import (
     effective_sample_size,
     effective_sample_size_of_sums,
     loglinear_proximal,
-    normalize_weights,
+    mean_weight_factor,
 )
 from async_rl.algos.ratios import (
     importance_ratio,
@@ -208,12 +208,11 @@ def test_effective_sample_size_adds_over_micro_batches() -> None:
 def test_normalized_weights_have_mean_one_over_kept_tokens() -> None:
     config = CorrectionConfig(mode="mask", floor=0.5, cap=2.0)
     weight, keep, sums = weigh(config, packed(3))
-    normalized = normalize_weights(weight, sums["weight"], sums["kept"])
+    normalized = weight * mean_weight_factor(float(sums["weight"]), float(sums["kept"]))
     assert float(normalized[keep].mean()) == pytest.approx(1.0, rel=1e-5)
     assert torch.count_nonzero(normalized[~keep]) == 0
     torch.testing.assert_close(normalized[keep] / normalized[keep][0], weight[keep] / weight[keep][0])
-    zero = torch.tensor(0.0)
-    assert normalize_weights(torch.zeros(2), zero, zero).tolist() == [0.0, 0.0]
+    assert mean_weight_factor(0.0, 0.0) == 0.0
 
 
 def test_loglinear_proximal() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from async_rl.algos.kl import adaptive_coefficient, divergence, kl_penalty
+from async_rl.algos.kl import adaptive_coefficient, default_estimator, divergence, kl_penalty
 from tests.algos.inputs import packed
 from tests.reference import losses as reference
 
@@ -26,7 +26,10 @@ def test_values_and_gradients(estimator: str) -> None:
 
 
 def test_expectations_on_policy() -> None:
-    """Over a whole distribution: k1 and k3 give the KL; k2 its gradient, k1 none, k3 that of the other direction."""
+    """Over a whole distribution: k1 and k3 give the KL; in the loss k2 its gradient, k1 none, k3 the other direction's.
+
+    In the reward, where the value is a constant, k1 has its gradient, and k3 that less the other direction's.
+    """
     logits = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=torch.float64, requires_grad=True)
     other = torch.log_softmax(torch.tensor([0.0, 0.4, -0.5, 0.9], dtype=torch.float64), 0)
     policy = torch.log_softmax(logits, 0)
@@ -43,6 +46,12 @@ def test_expectations_on_policy() -> None:
         if estimator != "k2":
             torch.testing.assert_close(expectation, forward)
         torch.testing.assert_close(torch.autograd.grad(expectation, logits, retain_graph=True)[0], gradient)
+    in_reward = {"k1": wanted["k2"], "k3": wanted["k2"] - wanted["k3"]}
+    for estimator, gradient in in_reward.items():
+        value = divergence(estimator, (policy - other).detach())
+        expectation = (probabilities * value * policy).sum()
+        torch.testing.assert_close(torch.autograd.grad(expectation, logits, retain_graph=True)[0], gradient)
+    assert [default_estimator(place) for place in ("loss", "reward")] == ["k2", "k1"]
 
 
 def test_k3_keeps_its_digits_near_zero() -> None:

@@ -76,3 +76,17 @@ def test_unknown_reduction_names_the_known_ones() -> None:
         reduced("mean", torch.zeros(1), torch.ones(1, dtype=torch.bool), torch.zeros(1).long(), 1)
     with pytest.raises(AssertionError, match="constant_length"):
         reductions.token_weights("constant", torch.ones(1).bool(), torch.zeros(1).long(), 1, Denominator(1, 1))
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"])
+def test_recount_exchanges_the_denominator(reduction: str) -> None:
+    """Divided by one count and multiplied by the exchange is divided by the other; nothing kept is nothing."""
+    batch = packed(1)
+    fewer = batch.mask & (batch.index != 0)
+    where = (fewer, batch.index, batch.num_sequences)
+    counted, kept = Denominator(tokens=90, sequences=40), reductions.count(*where)
+    weights = reductions.token_weights(reduction, *where, counted, 50)
+    expected = reductions.token_weights(reduction, *where, kept, 50)
+    torch.testing.assert_close(weights * reductions.recount(reduction, counted, kept), expected)
+    assert reductions.recount(reduction, counted, Denominator(0, 0)) == 0.0
+    assert reductions.recount(reduction, Denominator(0, 0), Denominator(0, 0)) == 0.0

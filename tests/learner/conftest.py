@@ -18,10 +18,11 @@ from tests.tiny_models import tiny_model
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """tied: Qwen3 with a tied head; untied: Llama with its own."""
+    """tied: Qwen3 with a tied head; untied: Llama with its own; other: as tied, with other weights."""
     root = tmp_path_factory.mktemp("models")
     return {
         "tied": tiny_model(root / "tied", tied=True, arch="qwen3", hidden=64),
+        "other": tiny_model(root / "other", tied=True, arch="qwen3", hidden=64, seed=7),
         "untied": tiny_model(root / "untied", tied=False, arch="llama", hidden=64, seed=1),
     }
 

@@ -22,12 +22,17 @@ def load_plain(path: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
 
 
-def plain_logprobs(model: PreTrainedModel, problem: Problem, member: Trajectory, temperature: float) -> Tensor:
-    """Logprob of every completion token, [L]."""
+def plain_scores(model: PreTrainedModel, problem: Problem, member: Trajectory, temperature: float) -> Tensor:
+    """Log-probabilities of all tokens at the place of every completion token, [L, V]."""
     prompt, completion = problem.prompt_ids.tolist(), member.completion_ids.tolist()
     logits = model(input_ids=torch.tensor([prompt + completion])).logits[0]
-    scores = torch.log_softmax(logits / temperature, dim=-1)
-    return torch.stack([scores[len(prompt) - 1 + i, token] for i, token in enumerate(completion)])
+    return torch.log_softmax(logits / temperature, dim=-1)[len(prompt) - 1 : -1]
+
+
+def plain_logprobs(model: PreTrainedModel, problem: Problem, member: Trajectory, temperature: float) -> Tensor:
+    """Logprob of every completion token, [L]."""
+    scores = plain_scores(model, problem, member, temperature)
+    return torch.stack([scores[i, token] for i, token in enumerate(member.completion_ids.tolist())])
 
 
 def plain_loss(

@@ -26,7 +26,6 @@ STEPS = 3
 
 def train(run: dict[str, Any], ctx: RankContext, out: Path) -> list[dict[str, float]]:
     """Run three steps from a model and sections; the metrics of each are returned and the weights saved to `out`."""
-    from async_rl.learner.batch import prepare_batch
     from async_rl.learner.model import load_policy
     from async_rl.learner.update import Updater
 
@@ -35,7 +34,7 @@ def train(run: dict[str, Any], ctx: RankContext, out: Path) -> list[dict[str, fl
     updater = Updater(policy, config, ctx)
     metrics = []
     for step in range(1, STEPS + 1):
-        batch = prepare_batch(make_groups(seed=step), step, config)
+        batch = updater.prepare(make_groups(seed=step), step)
         if step == run.get("broken_step"):
             batch = with_nan(batch)
         metrics.append(updater.step(batch, step).resolve())

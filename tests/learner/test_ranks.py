@@ -16,7 +16,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from async_rl.learner.batch import prepare_batch
 from async_rl.learner.ranks import spawn_ranks
 from async_rl.learner.update import Updater
 from tests.learner.helpers import make_groups
@@ -41,6 +40,31 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "recomputed": (
         "tied",
         {"learner": {"eps": EPS, "micro_batch_tokens": 40}, "model": {"gradient_checkpointing": True}},
+    ),
+    "kl_in_loss": (
+        "tied",
+        {
+            "learner": {"eps": EPS, "micro_batch_tokens": 40, "epochs": 2},
+            "algorithm": {
+                "entropy_coefficient": 0.02,
+                "kl": {"coefficient": 0.1, "target": 0.01},
+                "correction": {"mode": "mask", "floor": 0.4, "cap": 2.0, "normalize": True},
+                "denominator": "kept",
+            },
+        },
+    ),
+    "kl_in_reward": (
+        "untied",
+        {
+            "learner": {"eps": EPS, "micro_batch_tokens": 25},
+            "algorithm": {
+                "kl": {"coefficient": 0.1, "place": "reward", "target": 0.01},
+                "correction": {"rejections": [{"estimator": "k3", "level": "sequence_mean", "high": 1.1}]},
+                "denominator": "kept",
+                "reduction": "sequence_mean_token_mean",
+                "proximal": "loglinear",
+            },
+        },
     ),
 }
 
@@ -75,7 +99,7 @@ def test_two_ranks_equal_one(load: Callable, trained: Trained, run: str) -> None
     updater = Updater(policy, config, policy.ctx)
     for step, (values, others) in enumerate(zip(*(rank[run] for rank in trained.metrics), strict=True), start=1):
         assert values == others
-        alone = updater.step(prepare_batch(make_groups(seed=step), step, config), step).resolve()
+        alone = updater.step(updater.prepare(make_groups(seed=step), step), step).resolve()
         assert values.keys() == alone.keys()
         for key in values.keys() - {"memory/learner_rss_bytes"}:
             # A gradient that ranks sum instead of average, or average twice, shows in grad_norm.
