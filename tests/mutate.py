@@ -1,5 +1,7 @@
 """Break the algorithms one place at a time and see that a test notices: `python -m tests.mutate [module ...]`.
 
+A function alone is `module.function`.
+
 Every sign, operator, comparison, clip, mask, detach and number of async_rl/algos is changed in turn (in memory: no file
 is written). Each change, a mutant, runs in a forked process that has the new code in place of the old. Exit code 1 when
 a mutant survives that EQUIVALENT does not explain, or when an explanation fits no survivor.
@@ -224,8 +226,11 @@ class Mutation:
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         assert self.survives(session, "losses", None), "the tests fail without any mutant"
-        for module in self.modules:
+        for target in self.modules:
+            module, _, function = target.partition(".")
             for name, tree in mutants(module):
+                if function and not name.startswith(f"{target}:"):
+                    continue
                 self.total += 1
                 if self.survives(session, module, tree):
                     self.survivors.append(name)
@@ -261,7 +266,7 @@ class Mutation:
 def main() -> int:
     """Run all mutants of the modules and report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("modules", nargs="*", help="default: all")
+    parser.add_argument("modules", nargs="*", help="module, or module.function; default: all")
     modules = parser.parse_args().modules or sorted(path.stem for path in ALGOS.glob("*.py") if path.stem != "__init__")
     torch.set_num_threads(1)
     started, mutation = time.monotonic(), Mutation(modules)
@@ -269,7 +274,8 @@ def main() -> int:
     if code := pytest.main([*arguments, str(TESTS)], plugins=[mutation]):
         print(f"pytest ended with {code!r}")
         return 1
-    stale = [name for name in EQUIVALENT if name.split(".")[0] in modules and name not in mutation.survivors]
+    covered = [name for name in EQUIVALENT if {name.split(".")[0], name.split(":")[0]} & set(modules)]
+    stale = [name for name in covered if name not in mutation.survivors]
     for name in stale:
         print(f"EQUIVALENT explains no survivor: {name}")
     cpu = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -220,7 +220,6 @@ def test_the_behavior_weight_has_no_cap_under_a_loss_that_takes_the_ratio_itself
         (["algorithm.denominator=kept"], "algorithm.correction.veto=0.01"),
         (["algorithm.denominator=kept"], "algorithm.correction.rejections=[{high = 0.5}]"),
         (["algorithm.correction.normalize=true", "algorithm.loss.type=ppo"], "algorithm.loss.type=reinforce"),
-        (["algorithm.proximal=current"], "learner.epochs=2"),
         (["algorithm.proximal=loglinear", "algorithm.loss.type=ppo"], "algorithm.correction.mode=mask"),
         (["algorithm.proximal=behavior", "algorithm.loss.type=cispo"], "algorithm.loss.type=icepop"),
         (

@@ -65,8 +65,8 @@ def several_updates(learner: LearnerConfig) -> bool:
 def _proximal_unread(config: Config) -> bool:
     """Whether another proximal policy would change nothing but what is measured."""
     algorithm = config.algorithm
-    if algorithm.proximal == "current":  # Spares a forward pass, whoever reads its result.
-        return not several_updates(config.learner)
+    if algorithm.proximal == "current":
+        return False  # It spares the forward pass of several updates, whoever reads its result.
     by_weight = tag_of(algorithm.loss) == "reinforce" and algorithm.correction.level != "none"
     return not (tag_of(algorithm.loss) in OWN_PROXIMAL or by_weight or can_mask(algorithm.correction))
 
@@ -132,7 +132,7 @@ SWITCHES: dict[str, Switch] = {
         (_LEVEL, _MODE, "algorithm.correction.rejections", "algorithm.correction.veto", _PROXIMAL),
         "the correction removes no token", lambda c: not rejects(c.algorithm)),
     "algorithm.proximal": Switch(
-        (_LOSS, _LEVEL, _MODE, "learner.epochs", "learner.minibatches"),
+        (_LOSS, _LEVEL, _MODE, "algorithm.correction.rejections", "algorithm.correction.veto"),
         "neither loss nor correction reads another proximal policy than the current one", _proximal_unread),
     "algorithm.correction.level": Switch(
         (_PROXIMAL,), _BEHAVIOR.reason, lambda c: _is_behavior(c) and c.algorithm.correction.level != "none"),

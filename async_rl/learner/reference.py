@@ -85,14 +85,6 @@ class KlPenalty:
         if target is not None and tokens and np.isfinite(k3):
             self.coefficient = adaptive_coefficient(self.coefficient, k3 / tokens, target, self.settings.horizon)
 
-    def state_dict(self) -> dict[str, float]:
-        """The coefficient of the next step."""
-        return {"coefficient": self.coefficient}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take back what `state_dict` returned."""
-        self.coefficient = state["coefficient"]
-
 
 def _with_every_token(config: Config) -> Config:
     """The same run, but no token leaves the loss for its age or for the length of its completion."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -76,6 +76,17 @@ class Updater:
             self.kl_in_loss.finish_step(metrics, sums["reference_k1"], sums["reference_k3"], sums["tokens"])
         self._record_memory(metrics)
         return metrics
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps besides tensors (plain data)."""
+        coefficient = None if self.kl is None else self.kl.coefficient
+        return {"skipped_in_row": self.optimizer.skipped_in_row, "kl_coefficient": coefficient}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take back what `state` returned; a penalty that was off before starts with its configured coefficient."""
+        self.optimizer.skipped_in_row = state["skipped_in_row"]
+        if self.kl is not None and state["kl_coefficient"] is not None:
+            self.kl.coefficient = state["kl_coefficient"]
 
     def _update(
         self,
