@@ -76,8 +76,11 @@ def off_policyness(sums: Tensor) -> OffPolicyness | None:
 
 @torch.no_grad()
 def log_ratio_counts(log_ratios: Tensor, mask: Tensor) -> Tensor:
-    """How many valid log-ratios lie in each bin of BIN_NATS, float64 [NUM_BINS]; adds over micro-batches and ranks."""
-    bins = (log_ratios[mask] / BIN_NATS).round().long() + NUM_BINS // 2
+    """How many valid log-ratios lie in each bin of BIN_NATS, float64 [NUM_BINS]; adds over micro-batches and ranks.
+
+    One that is not a number lies in no bin.
+    """
+    bins = (log_ratios[mask & ~log_ratios.isnan()] / BIN_NATS).round().long() + NUM_BINS // 2
     return torch.bincount(bins, minlength=NUM_BINS).double()
 
 

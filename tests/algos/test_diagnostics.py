@@ -81,3 +81,9 @@ def test_quantiles_at_the_edges() -> None:
     counts = log_ratio_counts(torch.tensor([-20.0, 0.0, 0.0, 20.0, 7.0]), mask)
     assert ratio_quantiles(counts, (0.25, 0.26, 0.75, 0.76)) == pytest.approx([math.exp(-20), 1.0, 1.0, math.exp(20)])
     assert ratio_quantiles(torch.zeros_like(counts), (0.5,)) == []
+
+
+def test_a_log_ratio_that_is_not_a_number_is_in_no_bin() -> None:
+    """As of a broken logprob: the update is skipped for its gradient, and the step is still measured."""
+    counts = log_ratio_counts(torch.tensor([math.nan, 0.0, 1.0]), torch.tensor([True, True, True]))
+    assert float(counts.sum()) == 2
