@@ -1,13 +1,38 @@
-"""One sentence that names the bottleneck of a run and the setting that moves it."""
+"""What to change: one sentence on the bottleneck during a run, and after it changes with the gain to expect."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
-from async_rl.config import Config, run_ahead
+import msgspec
+
+from async_rl.config import Config, ConfigError, run_ahead
 
 WORTH_SAYING = 0.15
 """Shares of the time below this are not worth a change."""
+
+
+PREDICTED_MEMBERS = 2000
+"""Members that each simulation of the advice after a run trains: about a second for all of them together."""
+
+
+def advice_after(run_dir: Path, config: Config) -> list[str]:
+    """Numbered changes, best first, each with what a simulation calibrated on the run's metrics predicts.
+
+    A run that is too short to say what things take gets none.
+    """
+    from async_rl.simulate.calibrate import costs_from_run
+    from async_rl.simulate.search import Search
+    from async_rl.simulate.suggest import suggest
+
+    try:
+        costs = costs_from_run(run_dir)
+    except ConfigError:
+        return []
+    plan = msgspec.structs.replace(config.plan, members=PREDICTED_MEMBERS)
+    found = suggest(msgspec.structs.replace(config, plan=plan), Search(costs))
+    return [f"{number}. {suggestion.sentence}" for number, suggestion in enumerate(found, start=1)]
 
 
 def bottleneck_sentence(values: Mapping[str, float], config: Config) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 import threading
 import time
@@ -41,6 +42,8 @@ class Console:
         self._clock = clock
         self._started = clock()
         self._shown_step = 0
+        self._advised = ""
+        """The last bottleneck printed, without its figures."""
         self._ends: deque[float] = deque([self._started], maxlen=ETA_STEPS + 1)
         self._trends: dict[str, deque[float]] = {key: deque(maxlen=HISTORY) for key in TRENDS}
         self._live: Live | None = None
@@ -61,6 +64,7 @@ class Console:
                 self._live.update(self._panel(step, values, status or {}))
             elif new and self._mode == "plain":
                 self._print(plain_line(step, values, self._config))
+                self._advise(values)
 
     def message(self, text: str) -> None:
         """Print one line above the panel."""
@@ -74,6 +78,14 @@ class Console:
             if self._live is not None:
                 self._live.stop()
                 self._live = None
+
+    def _advise(self, values: Mapping[str, float]) -> None:
+        """Print the bottleneck, unless only its figures have changed since it was printed last."""
+        sentence = bottleneck_sentence(values, self._config)
+        kind = re.sub(r"[\d.,]+", "", sentence)
+        if kind != self._advised:
+            self._advised = kind
+            self._print(f"    {sentence}")
 
     def _print(self, text: str) -> None:
         self._rich.print(Text(text), soft_wrap=True)

@@ -96,12 +96,12 @@ def _table(found: Found) -> Table:
 
 
 ROWS = {
-    "trained tokens/s": lambda o, base: f"{o.trained_tokens_per_s:,.4g}",
+    "trained tokens/s": lambda o, base: f"{o.trained_tokens_per_s:,.0f}",
     "times synchronous": lambda o, base: f"{o.trained_tokens_per_s / base:.2f}",
     "share of the ideal limit": lambda o, base: f"{o.ideal_share:.1%}",
     "limited by": lambda o, base: o.limit,
-    "generated tokens/s": lambda o, base: f"{o.generated_tokens_per_s:,.4g}",
-    "dropped or masked tokens/s": lambda o, base: f"{o.dropped_tokens_per_s:,.4g}",
+    "generated tokens/s": lambda o, base: f"{o.generated_tokens_per_s:,.0f}",
+    "dropped or masked tokens/s": lambda o, base: f"{o.dropped_tokens_per_s:,.0f}",
     "overdue tokens": lambda o, base: f"{o.overdue_share:.1%}",
     "learner waits": lambda o, base: f"{o.wait_share:.1%}",
     "learner held by publications": lambda o, base: f"{o.publish_share:.1%}",

@@ -1,9 +1,13 @@
 """One sentence names the bottleneck and the setting that moves it."""
 
+from pathlib import Path
+
 import pytest
 
-from async_rl.advice import bottleneck_sentence
+from async_rl.advice import advice_after, bottleneck_sentence
 from async_rl.config import build_config
+from tests.simulate.settings import lognormal, make_config, make_costs
+from tests.simulate.test_calibrate import write_run
 
 
 def sentence(wait: float, idle: float, publish: float = 0.0, *overrides: str, **more: float) -> str:
@@ -56,3 +60,20 @@ def test_an_empty_fleet_is_named() -> None:
 def test_before_the_first_step() -> None:
     config = build_config({"model": {"path": "m"}, "environment": {"type": "arithmetic"}})
     assert bottleneck_sentence({}, config) == "Waiting for the first step."
+
+
+def test_after_a_run_every_change_has_the_gain_that_its_metrics_promise(tmp_path: Path) -> None:
+    """The run's learner could train twice what one generator samples, and says so without having been told."""
+    config = make_config("learner.batch_groups=16")
+    write_run(tmp_path, config, make_costs(lengths=lognormal(0.2), learner_tokens_per_s=1600.0))
+    first, *_ = advice_after(tmp_path, config)
+    assert first.startswith("1. generator.count 1 -> 2: +")
+    gain = int(first.split("+")[1].split("%")[0])
+    assert 85 <= gain <= 110
+
+
+def test_a_run_that_is_too_short_gets_no_advice(tmp_path: Path) -> None:
+    config = make_config()
+    assert advice_after(tmp_path, config) == []
+    write_run(tmp_path, config, make_costs(), steps=3)
+    assert advice_after(tmp_path, config) == []

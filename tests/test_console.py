@@ -43,13 +43,27 @@ def test_plain_prints_each_step_once() -> None:
     view.update(1, VALUES, {})
     view.update(2, {**VALUES, "reward/mean": 0.6}, {})
     view.close()
-    first, second, third = file.getvalue().splitlines()
+    first, second, bottleneck, third = file.getvalue().splitlines()
     assert first == "learner listens on 127.0.0.1:29400 [run abc]"
     assert second == (
         "step 1/40 | reward 0.512 | accuracy 0.750 | staleness 1.25, max 2 | tokens/s 5,120 generated, 4,800 trained, "
         "12 dropped | learner waits 40% | generators idle 5% | 2.5 s"
     )
+    assert bottleneck.startswith("    The learner waits 40% of the time")
     assert third.startswith("step 2/40 | reward 0.600")
+
+
+def test_plain_prints_the_bottleneck_when_it_changes() -> None:
+    file = io.StringIO()
+    view = console(file, "plain")
+    for step, (wait, idle) in enumerate([(0.4, 0.05), (0.52, 0.05), (0.05, 0.6), (0.3, 0.05)], start=1):
+        view.update(step, {**VALUES, "learner/wait_share": wait, "generator/idle_share": idle}, {})
+    sentences = [line.strip() for line in file.getvalue().splitlines() if line.startswith("    ")]
+    assert [sentence[:18] for sentence in sentences] == [
+        "The learner waits ",
+        "Generators idle 60",
+        "The learner waits ",
+    ]
 
 
 def test_live_shows_the_last_values_and_the_bottleneck(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -527,7 +527,7 @@ class MetricsConfig(Section, frozen=True):
     wandb: Annotated[Literal["off", "offline", "online"], _text("Weights & Biases sink.")] = "off"
     wandb_project: Annotated[str, _text("W&B project.")] = "async_rl"
     tensorboard: Annotated[bool, _text("Write TensorBoard events to <run.dir>/tensorboard.")] = False
-    report: Annotated[bool, _text("Draw <run.dir>/report.png at the end.")] = True
+    report: Annotated[bool, _text("At the end draw <run.dir>/report.png, and write what would be faster to <run.dir>/advice.txt.")] = True
 
 
 class Config(Section, frozen=True, kw_only=True):

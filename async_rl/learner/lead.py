@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from async_rl.advice import advice_after
 from async_rl.alarms import Alarms
 from async_rl.buffer import Ledger, LedgerSettings, TrajectoryGroup
 from async_rl.config import Config
@@ -233,7 +234,17 @@ class Lead:
         self._closed = True
         self._close_outputs()
         if self.config.metrics.report:
+            self._advise()
             draw_report(self.run_dir / "metrics.jsonl", self.run_dir / "report.png", self.config)
+
+    def _advise(self) -> None:
+        """Print what would have made the run faster, and write it to <run_dir>/advice.txt."""
+        lines = advice_after(self.run_dir, self.config)
+        if lines:
+            (self.run_dir / "advice.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+            self.console.message("what a simulation of this run says would be faster, or as fast for less:")
+            for line in lines:
+                self.console.message(line)
 
     def _close_outputs(self) -> None:
         self.publisher.close()

@@ -29,8 +29,8 @@ WARM_UP_SHARE = 0.15
 FEWEST_STEPS, MOST_STEPS = 30, 5000
 SHRINK_ABOVE = 2
 """A simulation may take this many times plan.members before its fleet is shrunk."""
-SMALLEST_FLEET = 8
-"""Generators below which no fleet is shrunk: the law of large numbers must still hold."""
+FEWEST_SLOTS = 256
+"""Slots below which no fleet is shrunk: the law of large numbers must still hold."""
 _NO_PROMPT = np.zeros(0, dtype=np.int32)
 
 
@@ -194,7 +194,8 @@ def simulate(config: Config, costs: Costs, seed: int = 0) -> Outcome:
     proportions, and its rates are multiplied again.
     """
     factor = FEWEST_STEPS * _members(config) / (SHRINK_ABOVE * config.plan.members)
-    count = max(SMALLEST_FLEET, round(config.generator.count / max(1.0, factor)))
+    least = -(-FEWEST_SLOTS // config.generator.slots)
+    count = max(least, round(config.generator.count / max(1.0, factor)))
     if count >= config.generator.count:
         return Simulation(config, costs, steps_for(config), seed).run()
     factor = config.generator.count / count

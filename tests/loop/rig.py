@@ -81,9 +81,15 @@ def manifest(run_id: str, version: int) -> Manifest:
 class Learner:
     """Takes batches and publishes, without a model; everything it saw is kept for the test."""
 
-    def __init__(self, config: Config, draw: Callable[[], Problem | None] | None = None, run_id: str = "run-1") -> None:
+    def __init__(
+        self,
+        config: Config,
+        draw: Callable[[], Problem | None] | None = None,
+        run_id: str = "run-1",
+        evaluates: bool = True,
+    ) -> None:
         counter = iter(range(1_000_000))
-        self.config = config
+        self.config, self.evaluates = config, evaluates
         self.notes: list[str] = []
         self.batches: list[tuple[TrajectoryGroup, ...]] = []
         self.results: list[Any] = []
@@ -138,7 +144,7 @@ class Learner:
     def _publish(self, version: int) -> None:
         self.coordinator.wait_for_publication()
         self.version = version
-        self.coordinator.publish(manifest(self.run_id, version), evaluate=version in (0, 4))
+        self.coordinator.publish(manifest(self.run_id, version), evaluate=self.evaluates and version in (0, 4))
 
     async def done(self, timeout_s: float = 60.0) -> None:
         """Wait for the end of training; raises what ended it."""

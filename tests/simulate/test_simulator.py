@@ -163,11 +163,11 @@ def test_evaluation_takes_slots_from_training() -> None:
 
 
 def test_a_large_fleet_is_simulated_as_a_small_one_of_the_same_proportions() -> None:
-    config = make_config("generator.count=64", "learner.batch_groups=512", "plan.members=100")
-    costs = make_costs(lengths=lognormal(0.7), learner_tokens_per_s=64 * 800.0)
-    small, slower = _shrunk(config, costs, 8, 8.0)
-    assert (small.generator.count, small.learner.batch_groups) == (8, 64)
-    assert slower.learner_tokens_per_s == 8 * 800.0
+    config = make_config("generator.count=128", "learner.batch_groups=512", "plan.members=1000")
+    costs = make_costs(lengths=lognormal(0.7), learner_tokens_per_s=128 * 800.0)
+    small, slower = _shrunk(config, costs, 32, 4.0)
+    assert (small.generator.count, small.learner.batch_groups) == (32, 128)
+    assert slower.learner_tokens_per_s == 32 * 800.0
     whole, shrunk = Simulation(config, costs, 30).run(), simulate(config, costs)
     assert shrunk.trained_tokens_per_s == pytest.approx(whole.trained_tokens_per_s, rel=0.05)
     assert shrunk.ideal_tokens_per_s == pytest.approx(whole.ideal_tokens_per_s, rel=0.05)
@@ -205,6 +205,6 @@ def test_it_finds_what_an_independent_simulation_of_the_rule_found(
         *window,
     )  # fmt: skip
     costs: Costs = make_costs(lengths=lognormal(sigma, 100_000), learner_tokens_per_s=12_800.0)
-    out = Simulation(config, costs, 40).run()
-    assert out.consumed_share == pytest.approx(share, abs=0.06)
-    assert out.overdue_share == pytest.approx(masked, abs=0.02)
+    out = Simulation(config, costs, steps=50 if sigma < 1 else 150).run()
+    assert out.consumed_share == pytest.approx(share, abs=0.05)
+    assert out.overdue_share == pytest.approx(masked, abs=0.01)
