@@ -192,6 +192,32 @@ def test_on_policy_nothing_is_clipped_even_by_a_band_of_no_width(config: Loss) -
         assert name == "ratio" or not flags.any()
 
 
+def test_a_ratio_at_the_dual_clip_is_not_clipped() -> None:
+    """Exactly at it: the log-ratio is 1, and the clip the float32 nearest to e."""
+    batch = packed(0).map(torch.zeros_like)
+    batch = replace(batch, logprobs=batch.logprobs + 1, advantages=batch.advantages - 1)
+    ratio = float(batch.logprobs[0].exp())
+    for cap, clipped in ((ratio, False), (ratio * 0.999, True)):
+        flags = loss_function(PpoLoss(dual_clip=cap))(batch.inputs()).diagnostics["dual_clipped"][batch.mask]
+        assert bool(flags.any()) == bool(flags.all()) == clipped
+
+
+@pytest.mark.parametrize(
+    ("mu", "pi", "advantage", "clipped"),
+    [
+        (0.0, -2.0, -1.0, True),  # KL is 2: the other tokens had no probability and add nothing.
+        (-1e-3, 0.0, 1.0, False),  # Probability 1 is only the nearest float32, and the divergence not infinite.
+        (-1.0, 0.0, 1.0, True),
+        (0.0, 0.0, 1.0, False),
+    ],
+)
+def test_the_divergence_of_certain_tokens(mu: float, pi: float, advantage: float, clipped: bool) -> None:
+    one = torch.ones(1)
+    batch = Packed(one * pi, one * mu, one * mu, one * advantage, one.bool(), torch.zeros(1, dtype=torch.int64), 1)
+    diagnostics = loss_function(DppoLoss(divergence="kl"))(batch.inputs()).diagnostics
+    assert bool(diagnostics["clipped_low" if advantage < 0 else "clipped_high"]) == clipped
+
+
 def test_a_token_without_advantage_is_never_clipped_by_a_sided_clip() -> None:
     batch = replace(packed(0), advantages=torch.zeros_like(packed(0).advantages))
     for config in (PpoLoss(dual_clip=2), DecoupledPpoLoss(dual_clip=2), GspoLoss(), ToprLoss(), DppoLoss()):
