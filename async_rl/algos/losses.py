@@ -18,11 +18,20 @@ from torch import Tensor
 from torch.nn import functional
 
 from async_rl.algos.kl import kl_penalty
-from async_rl.algos.ratios import importance_ratio, keep_within, log_ratio, truncate
+from async_rl.algos.ratios import (
+    clamp_log_ratio,
+    importance_ratio,
+    keep_within,
+    log_ratio,
+    raw_log_ratio,
+    sequence_mean,
+    truncate,
+)
 from async_rl.config.schema import (
     CispoLoss,
     DecoupledPpoLoss,
     DppoLoss,
+    GmpoLoss,
     GspoLoss,
     IcePopLoss,
     Loss,
@@ -107,6 +116,8 @@ def loss_function(config: Loss) -> LossFunction:
             return lambda inputs: cispo(config, inputs.masked())
         case GspoLoss():
             return lambda inputs: gspo(config, inputs.masked())
+        case GmpoLoss():
+            return lambda inputs: gmpo(config, inputs.masked())
         case SapoLoss():
             return lambda inputs: sapo(config, inputs.masked())
         case IcePopLoss():
@@ -119,7 +130,7 @@ def loss_function(config: Loss) -> LossFunction:
 
 def takes_behavior_weight(config: Loss) -> bool:
     """Whether the loss is multiplied by w; the others correct for mu themselves."""
-    return isinstance(config, DecoupledPpoLoss | ReinforceLoss | GspoLoss | SapoLoss)
+    return isinstance(config, DecoupledPpoLoss | ReinforceLoss | GspoLoss | GmpoLoss | SapoLoss)
 
 
 def ppo(config: PpoLoss, inputs: LossInputs) -> LossOutput:
@@ -165,6 +176,22 @@ def gspo(config: GspoLoss, inputs: LossInputs) -> LossOutput:
     ratio = ratio * _unit(inputs.logprobs)
     output = _clipped(ratio, inputs.advantages, config.clip_low, config.clip_high, None)
     return output._replace(loss=_weighted(output.loss, inputs))
+
+
+def gmpo(config: GmpoLoss, inputs: LossInputs) -> LossOutput:
+    """-w s A, s the sequence's geometric mean of pi / prox, each clipped in A's direction (arXiv:2507.20673).
+
+    In the token form of gspo; a clipped token has no gradient, and the others of its sequence keep theirs.
+    """
+    log_ratios = raw_log_ratio(inputs.logprobs.detach(), inputs.proximal_logprobs, inputs.mask)
+    clipped_high = (inputs.advantages > 0) & (log_ratios > config.clip_high)
+    clipped_low = (inputs.advantages < 0) & (log_ratios < -config.clip_low)
+    clipped = torch.where(clipped_high, config.clip_high, torch.where(clipped_low, -config.clip_low, log_ratios))
+    mean = sequence_mean(clipped, inputs.mask, inputs.sequence_index, inputs.num_sequences)
+    ratio = clamp_log_ratio(mean).exp()[inputs.sequence_index]
+    unit = torch.where(clipped_high | clipped_low, 1.0, _unit(inputs.logprobs))
+    diagnostics = {"ratio": ratio, "clipped_low": clipped_low, "clipped_high": clipped_high}
+    return LossOutput(_weighted(-ratio * unit * inputs.advantages, inputs), diagnostics)
 
 
 def sapo(config: SapoLoss, inputs: LossInputs) -> LossOutput:

@@ -31,7 +31,7 @@ OWN_RATIO = ("ppo", "truncated_is", "cispo", "icepop", "topr", "dppo")
 """Losses that take the ratio to the behavior policy themselves and multiply by no behavior weight."""
 
 
-OWN_PROXIMAL = ("decoupled_ppo", "gspo", "sapo", "icepop")
+OWN_PROXIMAL = ("decoupled_ppo", "gspo", "gmpo", "sapo", "icepop")
 """Losses that take a ratio to the proximal policy themselves."""
 
 

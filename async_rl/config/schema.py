@@ -214,6 +214,13 @@ class GspoLoss(Section, frozen=True, tag="gspo", tag_field="type"):
     clip_high: Annotated[float, _text("Upper clip distance of the sequence ratio.", ge=0)] = 4e-4
 
 
+class GmpoLoss(Section, frozen=True, tag="gmpo", tag_field="type"):
+    """The sequence's geometric mean of clipped token ratios, times the behavior weight (arXiv:2507.20673)."""
+
+    clip_low: Annotated[float, _text("Smallest log of a token's proximal ratio for negative advantages, negated; nats.", ge=0)] = 0.4
+    clip_high: Annotated[float, _text("Largest log of a token's proximal ratio for positive advantages; nats.", ge=0)] = 0.4
+
+
 class SapoLoss(Section, frozen=True, tag="sapo", tag_field="type"):
     """A sigmoid gate on the proximal ratio in place of the clip, times the behavior weight (arXiv:2511.20347)."""
 
@@ -255,6 +262,7 @@ Loss = (
     | TruncatedIsLoss
     | CispoLoss
     | GspoLoss
+    | GmpoLoss
     | SapoLoss
     | IcePopLoss
     | ToprLoss

@@ -15,6 +15,7 @@ from async_rl.config.schema import (
     CispoLoss,
     DecoupledPpoLoss,
     DppoLoss,
+    GmpoLoss,
     GspoLoss,
     IcePopLoss,
     Loss,
@@ -146,6 +147,13 @@ FLAGS: list[tuple[Loss, dict[str, Flag]]] = [
         },
     ),
     (SapoLoss(), {}),
+    (
+        GmpoLoss(clip_low=0.2, clip_high=0.3),
+        {
+            "clipped_low": lambda pi, prox, mu, adv: adv < 0 and pi - prox < -0.2,
+            "clipped_high": lambda pi, prox, mu, adv: adv > 0 and pi - prox > 0.3,
+        },
+    ),
     (ReinforceLoss(), {}),
     (IcePopLoss(low=0.5, high=2.0), {"masked": lambda pi, prox, mu, adv: not 0.5 <= math.exp(prox - mu) <= 2}),
     (ToprLoss(level="token", cap=1.2), {"clipped_high": lambda pi, prox, mu, adv: adv < 0 and math.exp(pi - mu) > 1.2}),
@@ -178,6 +186,7 @@ def test_diagnostics_name_the_clipped_tokens(config: Loss, flags: dict[str, Flag
         PpoLoss(clip_low=0, clip_high=0),
         DecoupledPpoLoss(clip_low=0, clip_high=0),
         GspoLoss(clip_low=0, clip_high=0),
+        GmpoLoss(clip_low=0, clip_high=0),
         CispoLoss(clip_low=0, clip_high=0),
         TruncatedIsLoss(cap=1),
         ToprLoss(level="token", cap=1),
@@ -220,14 +229,25 @@ def test_the_divergence_of_certain_tokens(mu: float, pi: float, advantage: float
 
 def test_a_token_without_advantage_is_never_clipped_by_a_sided_clip() -> None:
     batch = replace(packed(0), advantages=torch.zeros_like(packed(0).advantages))
-    for config in (PpoLoss(dual_clip=2), DecoupledPpoLoss(dual_clip=2), GspoLoss(), ToprLoss(), DppoLoss()):
+    for config in (PpoLoss(dual_clip=2), DecoupledPpoLoss(dual_clip=2), GspoLoss(), GmpoLoss(), ToprLoss(), DppoLoss()):
         for name, flags in loss_function(config)(batch.inputs()).diagnostics.items():
             assert name == "ratio" or not flags.any()
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e-3])
-def test_gspo(scale: float) -> None:
-    config = GspoLoss() if scale < 1 else GspoLoss(clip_low=0.2, clip_high=0.28)
+SequenceLoss = Callable[[list[float], list[float], float, float, float], tuple[float, list[float]]]
+
+
+@pytest.mark.parametrize(
+    ("config", "literal", "scale"),
+    [
+        (GspoLoss(clip_low=0.2, clip_high=0.28), reference.gspo_sequence, 1.0),
+        (GspoLoss(), reference.gspo_sequence, 1e-3),
+        (GmpoLoss(clip_low=0.2, clip_high=0.28), reference.gmpo_sequence, 1.0),
+    ],
+    ids=["gspo", "gspo-near", "gmpo"],
+)
+def test_losses_of_sequences(config: GspoLoss | GmpoLoss, literal: SequenceLoss, scale: float) -> None:
+    """Averaged over their tokens, with the sequence's own value at each, they are their papers' objectives."""
     clipped = {"clipped_low": 0, "clipped_high": 0, "inside": 0}
     for seed in range(30):
         batch = packed(seed, scale=scale)
@@ -240,7 +260,7 @@ def test_gspo(scale: float) -> None:
             tokens = batch.valid(sequence)
             if not tokens:
                 continue
-            loss, slopes = reference.gspo_sequence(
+            loss, slopes = literal(
                 [float(batch.logprobs[t]) for t in tokens],
                 [float(batch.proximal[t]) for t in tokens],
                 float(batch.advantages[tokens[0]]),

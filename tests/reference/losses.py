@@ -109,6 +109,19 @@ def gspo_sequence(pi: list[float], prox: list[float], adv: float, low: float, hi
     return -clipped * adv, [0.0] * len(pi)
 
 
+def gmpo_sequence(pi: list[float], prox: list[float], adv: float, low: float, high: float) -> tuple[float, list[float]]:
+    """L = -(prod_t min(rho_t^sgn A, clip(rho_t^sgn A))^sgn A)^(1/|y|) A, and dL / d log pi_t: arXiv:2507.20673."""
+    sign = 1.0 if adv > 0 else -1.0
+    product, inside = 1.0, []
+    for a, b in zip(pi, prox, strict=True):
+        powered = math.exp(a - b) ** sign
+        bound = math.exp(high if adv > 0 else low)
+        product *= min(powered, bound) ** sign
+        inside.append(powered <= bound)
+    s = product ** (1 / len(pi))
+    return -s * adv, [-s * adv / len(pi) if free else 0.0 for free in inside]
+
+
 def topr(pi: float, adv: float, ratio: float, cap: float) -> tuple[float, float]:
     """-A log pi for A > 0, -min(ratio, cap) A log pi for A < 0: arXiv:2503.14286; `ratio` is of its sequence."""
     weight = min(ratio, cap) if adv < 0 else 1.0
