@@ -12,6 +12,8 @@ from torch import Tensor
 from async_rl.algos import reductions
 from async_rl.algos.importance import behavior_weight
 from async_rl.algos.losses import LossInputs, LossOutput, loss_function, penalized, takes_behavior_weight
+from async_rl.config.effect import OWN_PROXIMAL, OWN_RATIO
+from async_rl.config.fields import tag_of
 from async_rl.config.schema import (
     CispoLoss,
     CorrectionConfig,
@@ -237,3 +239,20 @@ def test_penalties_add_entropy_and_kl() -> None:
     assert "clipped_low" in output.diagnostics and not output.diagnostics["kl"].requires_grad
     without = penalized(plain, batch.inputs(logprobs), entropy_coefficient=0.0, kl_estimator="k2", kl_coefficient=0.0)
     assert torch.equal(without.loss, plain.loss)
+
+
+@each_loss
+def test_what_a_loss_reads_is_what_the_settings_are_checked_by(config: Loss) -> None:
+    """Settings that change only a policy that the loss does not read are refused as without effect."""
+    batch = packed(4, scale=1e-2)  # near: no cap hides a change
+    shifted = batch.map(lambda values: values + 0.3)
+
+    def value(**changed: Tensor) -> Tensor:
+        return loss_function(config)(replace(batch, **changed).inputs()).loss
+
+    reads = {
+        name: not torch.equal(value(), value(**{name: getattr(shifted, name)})) for name in ("proximal", "behavior")
+    }
+    assert reads == {"proximal": tag_of(config) in OWN_PROXIMAL, "behavior": tag_of(config) in OWN_RATIO}
+    weighted = loss_function(config)(batch.inputs(weight=torch.full_like(batch.logprobs, 2.0))).loss
+    assert torch.equal(weighted, value()) != takes_behavior_weight(config)
