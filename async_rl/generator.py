@@ -111,6 +111,8 @@ class Generator:
         self._unanswered: frozenset[p.LeaseKey] = frozenset()
         """What was unacknowledged at the last look for lost messages."""
         self._looked_at = self.last_heard
+        self._was_silent = False
+        """Whether the learner was given up for gone since it last said Welcome."""
         self._over: asyncio.Future[str] | None = None
 
     # --- life -------------------------------------------------------------------------------
@@ -198,11 +200,13 @@ class Generator:
                 if self.last_heard != silent_since:
                     log.warning("no word from the learner at %s for %.0f s; reconnecting", self.client.address, silent)
                     silent_since = self.last_heard
+                    self._was_silent = True
                 if silent > max(self.config.transport.connect_timeout_s, self.heartbeat_timeout_s):
                     raise ConnectionError(
                         f"no learner answered at {self.client.address} for {silent:.0f} s "
                         f"(transport.connect_timeout_s = {self.config.transport.connect_timeout_s:g}); "
-                        "start one there, or name another with --learner HOST:PORT"
+                        "start one there, name another with --learner HOST:PORT, or see that both ends have key files "
+                        "of the same pair (transport.keys)"
                     )
             tries = tries + 1 if not self.welcomed or silent > self.heartbeat_timeout_s else 0
             if tries:
@@ -302,6 +306,12 @@ class Generator:
         self.heartbeat_s = message.heartbeat_s
         self.heartbeat_timeout_s = message.heartbeat_timeout_s
         self.welcomed = True
+        if self._was_silent:
+            self._was_silent = False
+            log.warning(
+                "the learner at %s is back (run %s, version %d): %d finished members are sent again, %d go on",
+                self.client.address, message.run_id, message.policy_version, len(self.unacknowledged), len(self.work),
+            )  # fmt: skip
         for finished in tuple(self.unacknowledged.values()):
             await self.client.send(finished)
 

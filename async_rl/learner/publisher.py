@@ -100,7 +100,9 @@ class Publisher:
         return self._timed(self._sender.send, self._buffers, manifest, deadline_s)
 
     def _snapshot(self, manifest: Manifest) -> Path:
-        path = self.snapshot_dir / f"version-{manifest.version:08d}-{manifest.checksum[:8]}.safetensors"
+        # A run that starts anew in the same directory announces its own id with the same weights.
+        name = f"version-{manifest.version:08d}-{manifest.checksum[:8]}-{manifest.run_id}.safetensors"
+        path = self.snapshot_dir / name
         if not path.exists():
             self._check(manifest)
             self.snapshot_dir.mkdir(parents=True, exist_ok=True)
