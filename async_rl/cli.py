@@ -6,7 +6,6 @@ Exit codes: 0 done; 1 run-time failure (one line, the traceback in <run.dir>/log
 
 from __future__ import annotations
 
-import dis
 import logging
 import os
 import sys
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from async_rl.logs import LINE
 
 if TYPE_CHECKING:
     from async_rl.config import Config
@@ -220,7 +221,7 @@ def _start_logging(log_file: Path) -> None:
     screen.setLevel(logging.DEBUG if Session.verbose else logging.WARNING)
     screen.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
     to_file = logging.FileHandler(log_file, encoding="utf-8")
-    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    to_file.setFormatter(logging.Formatter(LINE))
     logging.basicConfig(level=logging.INFO, handlers=[screen, to_file])
     if Session.verbose:
         logging.getLogger("async_rl").setLevel(logging.DEBUG)
@@ -246,25 +247,12 @@ def run(arguments: list[str]) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except ValueError as error:
-        return _fail(str(error), code=2) if _is_refusal(error) else _fail_at_run_time(error)
+        from async_rl.errors import is_refusal
+
+        return _fail(str(error), code=2) if is_refusal(error) else _fail_at_run_time(error)
     except Exception as error:  # the process boundary: logged in full, shown in one line
         return _fail_at_run_time(error)
     return code if isinstance(code, int) else 0
-
-
-def _is_refusal(error: ValueError) -> bool:
-    """Whether a `raise` of ours refused the user's input, as against a library or an operation that failed."""
-    from async_rl.config import ConfigError
-
-    if isinstance(error, ConfigError):
-        return True
-    last = error.__traceback__
-    assert last is not None, "only raised errors come here"
-    while last.tb_next is not None:
-        last = last.tb_next
-    code = last.tb_frame.f_code.co_code
-    ours = str(last.tb_frame.f_globals.get("__name__", "")).startswith("async_rl")
-    return ours and code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
 
 
 def _fail(message: str, code: int) -> int:

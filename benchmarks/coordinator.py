@@ -1,16 +1,20 @@
-"""What a busy coordinator thread costs the learner's step, and what it carries, in one run.
+"""What a busy coordinator process costs the learner's step, and what it carries, in one run.
 
     python -m benchmarks.coordinator --output benchmarks/results/coordinator.json
 
-One process trains a small model on its main thread (one core); the coordinator's thread beside it serves a simulated
-fleet in another process (the other core). Rounds alternate between the coordinator idle (no leases are out) and busy,
-so that a busy machine hits both alike; the cost is the median of the ratios of neighbouring rounds, minus 1.
+One process trains a small model on its main thread; it holds the link to a coordinator process, which serves a
+simulated fleet in a third. Rounds alternate between the fleet stopped (SIGSTOP) and busy, so that a busy machine hits
+both alike; the cost is the median of the ratios of neighbouring rounds, minus 1. With fewer cores than busy processes
+it includes what they take from each other, so the processor time of both others is reported too. Also measured: the
+time from asking for a batch that lies ready to holding it, and for any other answer, coordinator busy.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import signal
 import statistics
 import subprocess
 import sys
@@ -20,18 +24,16 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import psutil
 
-from async_rl.buffer import Ledger, LedgerSettings
 from async_rl.config import Config, build_config
-from async_rl.coordinator import Coordinator
+from async_rl.coordinator.handle import CoordinatorProcess
 from async_rl.envs.rewards import RewardResult
-from async_rl.evaluation import Evaluations, EvaluationSettings
-from async_rl.leasing import Leasing
 from async_rl.protocol import Manifest, Problem
+from async_rl.recipes.tiny_model import build_tokenizer
 from benchmarks.common import add_result_arguments, check_clean, result_file
 
-PROMPT_TOKENS, COMPLETION_TOKENS, GROUP_SIZE = 64, 256, 8
+PROMPT_TOKENS, COMPLETION_TOKENS, GROUP_SIZE, BATCH_GROUPS = 64, 256, 8, 8
 
 
 class NoTransfer:
@@ -68,12 +70,14 @@ def make_config(folder: str, port: int, slots: int, rate: float) -> Config:
     """A fleet of one process whose requests take COMPLETION_TOKENS / rate seconds."""
     return build_config(
         {
-            "run": {"dir": folder},
-            "model": {"path": "none"},
-            "environment": {"type": "arithmetic"},
+            "run": {"dir": folder, "steps": 1_000_000},
+            "model": {"path": f"{folder}/model"},
+            "data": {"path": f"{folder}/problems.jsonl", "eval_problems": 0},
+            "environment": {"type": "exact_match"},
+            "evaluation": {"every": 0},
             "sampling": {"group_size": GROUP_SIZE, "max_completion_tokens": COMPLETION_TOKENS},
             "staleness": {"max_staleness": 1_000_000, "overdue": "keep"},
-            "learner": {"batch_groups": 8},
+            "learner": {"batch_groups": BATCH_GROUPS},
             "generator": {
                 "slots": slots,
                 "engine": {
@@ -83,9 +87,16 @@ def make_config(folder: str, port: int, slots: int, rate: float) -> Config:
                     "tokens_per_s": rate,
                 },
             },
-            "transport": {"port": port},
+            "transport": {"port": port, "heartbeat_timeout_s": 600.0},
         }
     )
+
+
+def write_inputs(folder: str) -> None:
+    """A tokenizer and problems of PROMPT_TOKENS tokens."""
+    build_tokenizer().save_pretrained(f"{folder}/model")
+    rows = [{"prompt": f"{i:0{PROMPT_TOKENS}}", "answer": "0"} for i in range(1000)]
+    Path(folder, "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 async def generate(address: str, config: Config) -> None:
@@ -148,81 +159,91 @@ def main() -> None:
 
 def measure(arguments: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Alternate idle and busy rounds."""
-    config = make_config(folder, 0, arguments.slots, arguments.rate)
-    allowed = {"work": False}
-    numbers = iter(range(1 << 40))
-
-    def draw() -> Problem | None:
-        ids = np.zeros(PROMPT_TOKENS, dtype=np.int32)
-        return Problem(id=str(next(numbers)), prompt="", prompt_ids=ids)
-
-    ledger = Ledger(
-        LedgerSettings(batch_groups=8, group_size=GROUP_SIZE, max_staleness=1_000_000, overdue="keep"), draw
-    )
-    evaluations = Evaluations(EvaluationSettings(samples=1, deadline_s=60))
-    leasing = Leasing(config, ledger, evaluations, ())
-    free = leasing.free
-    leasing.free = lambda member: free(member) if allowed["work"] else 0  # type: ignore[method-assign]
-    coordinator = Coordinator(
-        config=config,
-        run_id="benchmark",
-        ledger=ledger,
-        evaluations=evaluations,
-        eval_problems=[],
-        leasing=leasing,
-        transfer=NoTransfer(),
-    )
-    address = coordinator.start()["learner"]
-    coordinator.publish(
-        Manifest(run_id="benchmark", version=0, tensors=(), num_bytes=0, digest="", checksum="", bucket_bytes=1),
-        evaluate=False,
-    )
+    write_inputs(folder)
+    coordinator = CoordinatorProcess(make_config(folder, 0, arguments.slots, arguments.rate), "benchmark", print)
+    address = coordinator.start(NoTransfer())["learner"]
+    publish(coordinator, 0)
     argv = [sys.executable, "-m", "benchmarks.coordinator", "--fleet", address]
     argv += ["--slots", str(arguments.slots), "--rate", str(arguments.rate)]
     fleet = subprocess.Popen(argv)
     try:
         deadline = time.monotonic() + 60
-        while not coordinator.status()["generators"]:
+        while not any(member["state"] == "active" for member in coordinator.status()["generators"]):
             assert time.monotonic() < deadline, "the fleet did not come within 60 s"
             time.sleep(0.1)
-        return alternate(arguments, coordinator, allowed)
+        return alternate(arguments, coordinator, fleet)
     finally:
+        fleet.send_signal(signal.SIGCONT)
         coordinator.stop("done")
         fleet.wait(20)
 
 
-def alternate(arguments: argparse.Namespace, coordinator: Coordinator, allowed: dict[str, bool]) -> dict[str, Any]:
+def publish(coordinator: CoordinatorProcess, version: int) -> None:
+    """Publish nothing."""
+    coordinator.wait_for_publication()
+    manifest = {"tensors": (), "num_bytes": 0, "digest": "", "checksum": "", "bucket_bytes": 1}
+    coordinator.publish(Manifest(run_id="benchmark", version=version, **manifest), evaluate=False)  # type: ignore[arg-type]
+
+
+def alternate(
+    arguments: argparse.Namespace, coordinator: CoordinatorProcess, fleet: subprocess.Popen[bytes]
+) -> dict[str, Any]:
     """Pairs of an idle and a busy round."""
     steps = Steps()
     steps.run(1.0)
-    costs, rates = [], []
+    samples: dict[str, list[float]] = {}
     for _ in range(arguments.rounds):
-        allowed["work"] = False
+        fleet.send_signal(signal.SIGSTOP)
         time.sleep(1.5)
         idle = steps.run(arguments.seconds)
-        allowed["work"] = True
+        fleet.send_signal(signal.SIGCONT)
         time.sleep(1.5)
-        before, began = coordinator.status()["ledger"], time.monotonic()
+        before = Reading(coordinator, fleet)
         busy = steps.run(arguments.seconds)
-        after, seconds = coordinator.status()["ledger"], time.monotonic() - began
-        costs.append(busy / idle - 1)
-        rates.append((after["buffered"] - before["buffered"]) * GROUP_SIZE / seconds)
-        drain(coordinator)
-    return {
-        "n": arguments.rounds,
-        "step_cost_share": {"median": statistics.median(costs), "min": min(costs), "max": max(costs)},
-        "trajectories_per_s": {"median": statistics.median(rates), "min": min(rates), "max": max(rates)},
-        "tokens_per_trajectory": COMPLETION_TOKENS,
+        figures = {"step_cost_share": busy / idle - 1, **Reading(coordinator, fleet).since(before)}
+        figures |= drain(coordinator)
+        for name, value in figures.items():
+            samples.setdefault(name, []).append(value)
+    spread = {
+        name: {"median": statistics.median(values), "min": min(values), "max": max(values)}
+        for name, values in samples.items()
     }
+    return {"n": arguments.rounds, "tokens_per_trajectory": COMPLETION_TOKENS, "step_idle_s": idle} | spread
 
 
-def drain(coordinator: Coordinator) -> None:
-    """Take and forget what lies in the buffer, so that memory stays flat."""
-    while coordinator.status()["ledger"]["buffered"] >= 8:
+class Reading:
+    """What was done so far, and the processor time that it took."""
+
+    def __init__(self, coordinator: CoordinatorProcess, fleet: subprocess.Popen[bytes]) -> None:
+        self.at = time.monotonic()
+        counts = coordinator.status()["ledger"]
+        self.trajectories = (counts["buffered"] + counts["trained"]) * GROUP_SIZE
+        self.cpu_s = {
+            name: sum(psutil.Process(pid).cpu_times()[:2])
+            for name, pid in (("coordinator", coordinator.pid), ("fleet", fleet.pid))
+        }
+
+    def since(self, before: Reading) -> dict[str, float]:
+        """Rates between two readings."""
+        seconds = self.at - before.at
+        shares = {f"{name}_core_share": (cpu_s - before.cpu_s[name]) / seconds for name, cpu_s in self.cpu_s.items()}
+        return {"trajectories_per_s": (self.trajectories - before.trajectories) / seconds, **shares}
+
+
+def drain(coordinator: CoordinatorProcess) -> dict[str, float]:
+    """Take and forget what lies in the buffer, so that memory stays flat; returns how long things took."""
+    batches_s, answers_s = [], []
+    while coordinator.status()["ledger"]["buffered"] >= BATCH_GROUPS:
+        began = time.perf_counter()
         request = coordinator.request_batch()
         if not request.wait(10.0):
             raise TimeoutError("a batch lay in the buffer and was not given out within 10 s")
+        batches_s.append(time.perf_counter() - began)
         coordinator.trained()
+        began = time.perf_counter()
+        coordinator.collect(1.0)
+        answers_s.append(time.perf_counter() - began)
+    return {"batch_s": statistics.median(batches_s), "answer_s": statistics.median(answers_s)}
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ FLOORS = {
         "algos", "envs", "engines", "buffer", "transport", "weights", "membership", "publication", "evaluation",
         "leasing", "fleet", "http", "console", "report", "advice", "simulate", "alarms", "keys",
     ),
-    1: ("config", "protocol", "frames", "metrics", "staleness", "addresses"),
+    1: ("config", "protocol", "frames", "metrics", "staleness", "addresses", "errors", "logs"),
 }  # fmt: skip
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names}
 
@@ -41,6 +41,7 @@ LIGHT = (
     "async_rl.membership", "async_rl.publication", "async_rl.evaluation", "async_rl.leasing", "async_rl.transport",
     "async_rl.coordinator", "async_rl.console", "async_rl.report", "async_rl.staleness", "async_rl.launch.local",
     "async_rl.doctor", "async_rl.simulate", "async_rl.plan", "async_rl.alarms", "async_rl.keys", "async_rl.status",
+    "async_rl.coordinator.process", "async_rl.coordinator.handle",
 )  # fmt: skip
 """Modules that load neither torch nor vLLM nor transformers."""
 

@@ -23,13 +23,13 @@ from async_rl.addresses import free_port, join_address
 from async_rl.config import Config, load_config
 from async_rl.config.threads import VARIABLE, generator_threads, learner_threads
 from async_rl.launch import guard
+from async_rl.logs import last_lines
 
 SETTINGS_ERROR = 2
 """Exit code of a process that refused its settings: starting it again cannot help."""
 LEFT = (0, 130)
 """Exit codes of a generator that was told to leave, by its learner or by a person."""
 LOG_LINES = 20
-_TAIL_BYTES = 16 << 10
 _POLL_S = 0.05
 
 
@@ -91,12 +91,8 @@ class Child:
 
     def last_lines(self) -> str:
         """The end of its log, for people."""
-        if self.log is None or not self.log.exists():
-            return ""
-        with self.log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-        return "\n".join(f"  {self.name} | {line}" for line in lines[-LOG_LINES:])
+        lines = [] if self.log is None else last_lines(self.log, LOG_LINES)
+        return "\n".join(f"  {self.name} | {line}" for line in lines)
 
 
 @dataclass

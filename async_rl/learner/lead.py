@@ -15,16 +15,13 @@ import torch
 
 from async_rl.advice import advice_after
 from async_rl.alarms import Alarms
-from async_rl.buffer import Ledger, LedgerSettings, TrajectoryGroup
+from async_rl.buffer import TrajectoryGroup
 from async_rl.config import Config
 from async_rl.console import Console
-from async_rl.coordinator import Coordinator
-from async_rl.envs.base import build_environment
-from async_rl.envs.tokenize import load_tokenizer, stop_ids
-from async_rl.evaluation import EvaluationResult, Evaluations, EvaluationSettings
+from async_rl.coordinator.handle import CoordinatorProcess
+from async_rl.evaluation import EvaluationResult
 from async_rl.learner.evaluations import record_evaluation, write_samples
 from async_rl.learner.publisher import Publisher
-from async_rl.leasing import Leasing
 from async_rl.metrics import Metrics, open_sinks
 from async_rl.report import draw_report
 
@@ -43,24 +40,11 @@ class Lead:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.run_id = uuid.uuid4().hex[:12]
         self._write_config(resolved_from)
-        tokenizer = load_tokenizer(config.model.path)
-        self.problems = build_environment(config).problems(tokenizer)
+        self.coordinator = CoordinatorProcess(config, self.run_id, notify=self._show)
         self.console = Console(config)
-        for reason, number in self.problems.dropped.items():
+        for reason, number in self.coordinator.dropped.items():
             self.console.message(f"{number} problems are not used: {reason}")
         self.publisher = Publisher(config, self.run_id, device, config.transport.host)
-        ledger = Ledger(LedgerSettings.of(config), self.problems.draw)
-        evaluations = Evaluations(EvaluationSettings.of(config))
-        self.coordinator = Coordinator(
-            config=config,
-            run_id=self.run_id,
-            ledger=ledger,
-            evaluations=evaluations,
-            eval_problems=self.problems.eval_problems() if config.evaluation.every > 0 else [],
-            leasing=Leasing(config, ledger, evaluations, stop_ids(tokenizer, config.sampling.stop)),
-            transfer=self.publisher,
-            notify=self.console.message,
-        )
         self.alarms = Alarms(config, on_cpu=device.type == "cpu")
         self.sinks = open_sinks(config, self.run_dir)
         self.last_values: dict[str, float] = {}
@@ -77,9 +61,13 @@ class Lead:
         resolved = {"from": resolved_from, "run_id": self.run_id, "config": msgspec.to_builtins(self.config)}
         (self.run_dir / "config.json").write_text(json.dumps(resolved, indent=2) + "\n")
 
+    def _show(self, text: str) -> None:
+        """A line of the coordinator; none comes before `start`."""
+        self.console.message(text)
+
     def start(self) -> None:
         """Open the port; generators may come from now on."""
-        address = self.coordinator.start()
+        address = self.coordinator.start(self.publisher)
         (self.run_dir / "address").write_text(json.dumps(address) + "\n")
         self.console.message(f"learner {os.getpid()} listens on {address['learner']} (run {self.run_id})")
         self._step_started = time.monotonic()
@@ -95,7 +83,7 @@ class Lead:
                 self._take_evaluations()
                 self.console.update(step - 1, self.last_values, self.coordinator.status())
                 if stop() or self._reached():
-                    self.coordinator.withdraw(wanted)
+                    self.coordinator.withdraw()
                     return None
             self._take_evaluations()
             return None if stop() or self._reached() else self._whole_batch(step, wanted.result())
@@ -139,7 +127,7 @@ class Lead:
             self._gather_s = None
         metrics.mean("learner/wait_share", self._wait_s, step_s)
         metrics.mean("throughput/trained_tokens_per_s", metrics.resolve().get("loss/tokens", 0.0), step_s)
-        for reason, number in self.problems.dropped.items():
+        for reason, number in self.coordinator.dropped.items():
             metrics.last(f"data/dropped_{reason}", number)
         metrics.merge(self.coordinator.collect(step_s))
         self._take_evaluations()

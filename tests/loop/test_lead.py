@@ -88,11 +88,10 @@ def test_an_alarm_is_counted_said_and_written_before_it_ends_the_run(
     lead.config, lead.alarms = config, Alarms(config, on_cpu=True)
     lead._step_started = lead._wait_s = 0.0
     lead._gather_s, lead._fresh_results, lead.last_values = None, [], {}
-    lead.problems = SimpleNamespace(dropped={})  # type: ignore[assignment]
     lead.console = SimpleNamespace(update=lambda *_: None)  # type: ignore[assignment]
     lead.sinks = [SimpleNamespace(write=lambda step, values: written.append(dict(values)))]  # type: ignore[list-item]
     lead.coordinator = SimpleNamespace(  # type: ignore[assignment]
-        collect=lambda _: Metrics(), take_evaluations=lambda: [], status=lambda: {}
+        dropped={}, collect=lambda _: Metrics(), take_evaluations=lambda: [], status=lambda: {}
     )
     healthy, broken = Metrics(), Metrics()
     healthy.mean("reward/failed_share", 0, 8)

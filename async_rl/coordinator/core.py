@@ -2,8 +2,8 @@
 
 It wires pure state machines (ledger, membership, publication, evaluation) to the transport and to a clock; it decides
 nothing that they decide. It imports no torch: the blocking work of a publication is done by `transfer`, whose futures
-come back as calls into this thread. The learner talks to it through the methods under "called by the learner", which
-are safe from any thread; all others run on the coordinator's own.
+come back as calls into this thread. The learner's calls (`facade.py`) are queued for this thread too; all methods but
+`post`, `start` and `stop` run on it.
 
 One turn: take messages and calls, expire silent members, advance publication and evaluation, lease, serve the batch.
 """
@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from typing import Protocol as TypingProtocol
 
 from async_rl import protocol as p
@@ -25,6 +25,9 @@ from async_rl import publication as pub
 from async_rl.addresses import join_address
 from async_rl.buffer import Ledger, TrajectoryGroup
 from async_rl.config import Config
+from async_rl.coordinator import calls as c
+from async_rl.coordinator.facade import STOP_S, Facade
+from async_rl.coordinator.state import encode_state
 from async_rl.evaluation import EvaluationResult, Evaluations
 from async_rl.fleet import FleetMeter
 from async_rl.frames import one_line
@@ -54,12 +57,6 @@ STATUS_RATES = (
 )
 """Metrics of the last step that /status repeats."""
 
-T = TypeVar("T")
-
-
-class StallError(RuntimeError):
-    """Nothing moved for run.stall_timeout_s; the message names the wait."""
-
 
 class Transfer(TypingProtocol):
     """The blocking half of publication, done elsewhere; futures raise WeightsError."""
@@ -87,26 +84,7 @@ class Transfer(TypingProtocol):
         ...
 
 
-class BatchRequest:
-    """The learner's wait for one batch."""
-
-    def __init__(self) -> None:
-        self.future: Future[tuple[TrajectoryGroup, ...] | None] = Future()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Whether the batch (or the end of the data, or an error) is there after at most `timeout_s`."""
-        try:
-            self.future.exception(timeout_s)
-        except TimeoutError:
-            return False
-        return True
-
-    def result(self) -> tuple[TrajectoryGroup, ...] | None:
-        """The groups; None when the data is at its end. Raises what stopped the coordinator."""
-        return self.future.result()
-
-
-class Coordinator:
+class Coordinator(Facade):
     """See the module's docstring."""
 
     def __init__(
@@ -119,6 +97,7 @@ class Coordinator:
         eval_problems: Sequence[p.Problem],
         leasing: Leasing,
         transfer: Transfer,
+        problem_state: Callable[[], dict[str, Any]] = dict,
         notify: Callable[[str], None] = log.info,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -129,6 +108,7 @@ class Coordinator:
         self.eval_problems = eval_problems
         self.leasing = leasing
         self.transfer = transfer
+        self.problem_state = problem_state
         self.notify = notify
         self.clock = clock
         self.members = Membership(config.transport.heartbeat_timeout_s)
@@ -144,7 +124,9 @@ class Coordinator:
         self._snapshots: dict[int, Path] = {}
         self._snapshot_jobs = 0
         self._batch: tuple[TrajectoryGroup, ...] | None = None
-        self._request: BatchRequest | None = None
+        self._request: Future[Any] | None = None
+        self._idle_waits: list[tuple[float, Future[Any]]] = []
+        """(deadline, answer) of calls that wait until no publication needs the send buffers."""
         self._results: list[EvaluationResult] = []
         self._publication_metrics = Metrics()
         self._loads: list[p.Loaded] = []
@@ -156,13 +138,19 @@ class Coordinator:
         self._progress_at = clock()
         self._progress_mark: Any = None
         self._stop_reason: str | None = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self.run, name="coordinator", daemon=True)
 
-    # --- called by the learner, from any thread ------------------------------------------------
+    # --- begin and end --------------------------------------------------------------------------
 
     def start(self) -> dict[str, str]:
-        """Open the ports and begin; returns the addresses {"learner": "host:port", "http": "host:port"}.
+        """Open the ports and run on a thread of its own; see `open`."""
+        addresses = self.open()
+        self._thread.start()
+        return addresses
+
+    def open(self) -> dict[str, str]:
+        """Open the ports; returns the addresses {"learner": "host:port", "http": "host:port"}.
 
         Raises ValueError for an address that must not be bound, TransportError or OSError for one that cannot.
         """
@@ -171,123 +159,10 @@ class Coordinator:
         http_port = self.http.start(t.host, t.http_port, t.insecure or t.keys is not None)
         self.addresses = {"learner": join_address(t.host, port), "http": join_address(t.host, http_port)}
         self._progress_at = self.clock()
-        self._thread.start()
         return self.addresses
 
-    def request_batch(self) -> BatchRequest:
-        """Ask for the next batch; one request at a time."""
-        request = BatchRequest()
-
-        def register() -> None:
-            assert self._request is None, "one batch request at a time"
-            self._request = request
-
-        self._call(register)
-        return request
-
-    def withdraw(self, request: BatchRequest) -> None:
-        """The learner no longer waits for this batch."""
-
-        def forget() -> None:
-            if self._request is request:
-                self._request = None
-
-        self._call(forget)
-
-    def trained(self) -> None:
-        """The batch in flight has made the next policy version."""
-
-        def note() -> None:
-            assert self._batch is not None, "trained without a batch"
-            self.ledger.trained(self._batch)
-            self._batch = None
-            self._work_changed = True
-
-        self._call(note)
-
-    def publish(self, manifest: p.Manifest, evaluate: bool) -> None:
-        """Begin the publication of what is in the send buffers; `wait_for_publication` comes first."""
-        self._call(lambda: self._start_publication(manifest, evaluate))
-
-    def wait_for_publication(self) -> None:
-        """Return once no publication and no snapshot needs the send buffers.
-
-        A round evicts whoever hangs and so ends by itself; waiting less than it may take would end the run for one
-        hung generator. Raises what stopped the coordinator, or TimeoutError that says what is waited for.
-        """
-        deadline_s = self._ask(lambda: self.publications.longest_round_s(len(self.members)))
-        deadline = time.monotonic() + deadline_s
-        while not self._ask(lambda: self.publications.round is None and self._snapshot_jobs == 0):
-            if time.monotonic() > deadline:
-                waits = self._ask(lambda: self.publications.describe(self.clock()))
-                raise TimeoutError(f"after {deadline_s:g} s: {waits}; see weights.deadline_s")
-            time.sleep(0.002)
-
-    def evaluate(self, version: int) -> None:
-        """Evaluate a published version."""
-        self._call(lambda: self._start_evaluation(version))
-
-    def evaluating(self) -> bool:
-        """Whether an evaluation is under way or will begin after its publication."""
-        return self._ask(lambda: self.evaluations.busy or bool(self._evaluate_after))
-
-    def take_evaluations(self) -> list[EvaluationResult]:
-        """Results since the last call."""
-
-        def take() -> list[EvaluationResult]:
-            results, self._results = self._results, []
-            return results
-
-        return self._ask(take)
-
-    def collect(self, elapsed_s: float) -> Metrics:
-        """The coordinator's and the fleet's metrics of the last `elapsed_s` seconds."""
-        return self._ask(lambda: self._collect(elapsed_s))
-
-    def status(self) -> dict[str, Any]:
-        """What /status shows; plain data."""
-        return self._ask(self._status)
-
-    def stop(self, reason: str, timeout_s: float = 10.0) -> None:
-        """Tell every generator that the run is over and end the thread; callable more than once."""
-        if self._thread.is_alive():
-            self.server.call(lambda: setattr(self, "_stop_reason", reason))
-            self._thread.join(timeout_s)
-        self.http.close()
-
-    def _call(self, action: Callable[[], None]) -> None:
-        self._raise_end()
-        self.server.call(action)
-
-    def _raise_end(self) -> None:
-        if self._error is not None or self._stop_reason is not None:
-            raise RuntimeError(f"the coordinator has stopped: {self._error or self._stop_reason}") from self._error
-
-    def _ask(self, question: Callable[[], T], timeout_s: float = 30.0) -> T:
-        """Run `question` on the coordinator's thread and return its answer."""
-        if threading.current_thread() is self._thread:
-            return question()
-        answer: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                answer.set_result(question())
-            except Exception as error:
-                answer.set_exception(error)
-
-        self._call(run)
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                return answer.result(0.5)
-            except TimeoutError:
-                self._raise_end()
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"the coordinator did not answer for {timeout_s:g} s") from None
-
-    # --- the thread -----------------------------------------------------------------------------
-
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Turn after turn until told to stop; what ends it otherwise is kept in `error`."""
         try:
             while self._stop_reason is None:
                 self._turn()
@@ -296,11 +171,90 @@ class Coordinator:
         # The boundary of this thread: whatever it was, the learner's next call or wait raises it.
         except BaseException as error:
             log.exception("the coordinator stopped")
-            self._error = error
-            if self._request is not None:
-                self._request.future.set_exception(error)
+            self.error = error
+            for answer in (self._request, *(answer for _, answer in self._idle_waits)):
+                if answer is not None:
+                    answer.set_exception(error)
         finally:
             self.server.close()
+
+    def stop(self, reason: str, timeout_s: float = STOP_S) -> None:
+        """Tell every generator that the run is over and end the thread; callable more than once."""
+        if self._thread.is_alive():
+            self.server.call(lambda: self._do(c.Stop(reason=reason), Future()))
+            self._thread.join(timeout_s)
+        self.http.close()
+
+    # --- calls of the learner -------------------------------------------------------------------
+
+    def post(self, call: c.Call) -> Future[Any]:
+        """Queue a call for the coordinator's thread; see `Facade.post`."""
+        self._raise_end()
+        answer: Future[Any] = Future()
+        self.server.call(lambda: self._do(call, answer))
+        return answer
+
+    def _end(self) -> tuple[BaseException | None, str | None]:
+        return self.error, self._stop_reason
+
+    def _do(self, call: c.Call, answer: Future[Any]) -> None:
+        """Do a call; a failed question is the asker's, whatever else fails ends the coordinator."""
+        now = self.clock()
+        match call:
+            case c.RequestBatch():
+                assert self._request is None, "one batch request at a time"
+                self._request = answer
+                return
+            case c.AwaitPublication():
+                limit = now + self.publications.longest_round_s(len(self.members))
+                self._idle_waits.append((limit, answer))
+                return
+            case c.WithdrawBatch() if self._request is not None:
+                self._request.set_result(None)
+                self._request = None
+            case c.Trained():
+                self._trained()
+            case c.StartPublication():
+                self._start_publication(call.manifest, call.evaluate)
+            case c.StartEvaluation():
+                self._start_evaluation(call.version)
+            case c.Stop():
+                self._stop_reason = call.reason
+            case _:
+                self._reply(call, answer)
+                return
+        answer.set_result(None)
+
+    def _reply(self, call: c.Call, answer: Future[Any]) -> None:
+        try:
+            answer.set_result(self._question(call))
+        except Exception as error:  # the asker's thread raises it
+            answer.set_exception(error)
+
+    def _question(self, call: c.Call) -> Any:
+        match call:
+            case c.GetStatus():
+                return self._status()
+            case c.Collect():
+                return self._collect(call.elapsed_s).to_wire()
+            case c.IsEvaluating():
+                return self.evaluations.busy or bool(self._evaluate_after)
+            case c.TakeEvaluations():
+                results, self._results = self._results, []
+                return results
+            case c.TakeState():
+                return encode_state(self.ledger, self.problem_state())
+            case c.WithdrawBatch():
+                return None  # It was served in the meantime.
+        raise AssertionError(f"no answer to {type(call).__name__}")
+
+    def _trained(self) -> None:
+        assert self._batch is not None, "trained without a batch"
+        self.ledger.trained(self._batch)
+        self._batch = None
+        self._work_changed = True
+
+    # --- the thread -----------------------------------------------------------------------------
 
     def _turn(self) -> None:
         for identity, message in self.server.poll(TURN_S):
@@ -313,6 +267,7 @@ class Coordinator:
         self._take_results(self.evaluations.tick(now))
         self._lease(now)
         self._serve_batch(now)
+        self._serve_idle_waits(now)
         self._watch_progress(now)
 
     def _expire_leases(self, now: float) -> None:
@@ -331,9 +286,23 @@ class Coordinator:
         if groups is None and not self.ledger.finished:
             return
         self._batch = groups
-        self._request.future.set_result(groups)
+        self._request.set_result(groups)
         self._request = None
         self._work_changed = True
+
+    def _serve_idle_waits(self, now: float) -> None:
+        """A round evicts whoever hangs and so ends by itself; waiting less would end the run for one hung generator."""
+        if not self._idle_waits:
+            return
+        waits, self._idle_waits = self._idle_waits, []
+        for deadline, answer in waits:
+            if self.publications.round is None and self._snapshot_jobs == 0:
+                answer.set_result(None)
+            elif now > deadline:
+                what = self.publications.describe(now)
+                answer.set_exception(TimeoutError(f"a publication does not end: {what}; see weights.deadline_s"))
+            else:
+                self._idle_waits.append((deadline, answer))
 
     def _watch_progress(self, now: float) -> None:
         """A learner that waits while nothing at all moves gets an error instead of an endless wait."""
@@ -344,7 +313,7 @@ class Coordinator:
             return
         limit = self.config.run.stall_timeout_s
         if now - self._progress_at > limit:
-            raise StallError(
+            raise c.StallError(
                 f"nothing moved for {limit:g} s (run.stall_timeout_s): {self._describe_wait(now)}; "
                 "start generators or look at their logs"
             )
@@ -734,4 +703,4 @@ class Coordinator:
         return self._snapshots.get(version)
 
     def _problem(self) -> str | None:
-        return None if self._error is None else str(self._error)
+        return None if self.error is None else str(self.error)
