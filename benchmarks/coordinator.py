@@ -5,8 +5,8 @@
 One process trains a small model on its main thread; it holds the link to a coordinator process, which serves a
 simulated fleet in a third. Rounds alternate between the fleet stopped (SIGSTOP) and busy, so that a busy machine hits
 both alike; the cost is the median of the ratios of neighbouring rounds, minus 1. With fewer cores than busy processes
-it includes what they take from each other, so the processor time of both others is reported too. Also measured: the
-time from asking for a batch that lies ready to holding it, and for any other answer, coordinator busy.
+it includes what they take from each other, so the processor time of a step, and of both others, is reported too. Also
+measured: the time from asking for a batch that lies ready to holding it, and for any other answer, coordinator busy.
 """
 
 from __future__ import annotations
@@ -129,15 +129,15 @@ class Steps:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.ids = torch.randint(0, 512, (16, 64))
 
-    def run(self, seconds: float) -> float:
-        """Train for `seconds`; returns seconds per step."""
-        began, count = time.perf_counter(), 0
+    def run(self, seconds: float) -> tuple[float, float]:
+        """Train for `seconds`; returns seconds and seconds of processor time, of all threads, per step."""
+        began, began_cpu, count = time.perf_counter(), time.process_time(), 0
         while time.perf_counter() - began < seconds:
             self.optimizer.zero_grad()
             self.model(input_ids=self.ids, labels=self.ids).loss.backward()
             self.optimizer.step()
             count += 1
-        return (time.perf_counter() - began) / count
+        return (time.perf_counter() - began) / count, (time.process_time() - began_cpu) / count
 
 
 def main() -> None:
@@ -195,13 +195,13 @@ def alternate(
     for _ in range(arguments.rounds):
         fleet.send_signal(signal.SIGSTOP)
         time.sleep(1.5)
-        idle = steps.run(arguments.seconds)
+        idle, idle_cpu = steps.run(arguments.seconds)
         fleet.send_signal(signal.SIGCONT)
         time.sleep(1.5)
         before = Reading(coordinator, fleet)
-        busy = steps.run(arguments.seconds)
-        figures = {"step_cost_share": busy / idle - 1, **Reading(coordinator, fleet).since(before)}
-        figures |= drain(coordinator)
+        busy, busy_cpu = steps.run(arguments.seconds)
+        figures = {"step_cost_share": busy / idle - 1, "step_cpu_cost_share": busy_cpu / idle_cpu - 1}
+        figures |= Reading(coordinator, fleet).since(before) | drain(coordinator)
         for name, value in figures.items():
             samples.setdefault(name, []).append(value)
     spread = {
