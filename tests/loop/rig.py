@@ -88,27 +88,31 @@ class Learner:
         run_id: str = "run-1",
         evaluates: bool = True,
     ) -> None:
-        counter = iter(range(1_000_000))
         self.config, self.evaluates = config, evaluates
         self.notes: list[str] = []
         self.batches: list[tuple[TrajectoryGroup, ...]] = []
         self.results: list[Any] = []
-        self.ledger = Ledger(LedgerSettings.of(config), draw or (lambda: problem(next(counter))))
-        evaluations = Evaluations(EvaluationSettings(samples=1, deadline_s=20.0))
-        self.coordinator = Coordinator(
-            config=config,
-            run_id=run_id,
-            ledger=self.ledger,
-            evaluations=evaluations,
-            eval_problems=[problem(10_000 + i) for i in range(6)],
-            leasing=Leasing(config, self.ledger, evaluations, ()),
-            transfer=NoTransfer(),
-            notify=self.notes.append,
-        )
         self.run_id = run_id
         self.error: BaseException | None = None
         self.version = 0
         self._thread = threading.Thread(target=self._guarded, daemon=True)
+        counter = iter(range(1_000_000))
+        self.coordinator = self.make_coordinator(draw or (lambda: problem(next(counter))))
+
+    def make_coordinator(self, draw: Callable[[], Problem | None]) -> Coordinator:
+        """One that runs as a thread, with its ledger within reach."""
+        self.ledger = Ledger(LedgerSettings.of(self.config), draw)
+        evaluations = Evaluations(EvaluationSettings(samples=1, deadline_s=20.0))
+        return Coordinator(
+            config=self.config,
+            run_id=self.run_id,
+            ledger=self.ledger,
+            evaluations=evaluations,
+            eval_problems=[problem(10_000 + i) for i in range(6)],
+            leasing=Leasing(self.config, self.ledger, evaluations, ()),
+            transfer=NoTransfer(),
+            notify=self.notes.append,
+        )
 
     def start(self, port: int | None = None) -> str:
         """Open the port and begin to train; returns HOST:PORT."""

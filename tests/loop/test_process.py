@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -67,13 +66,13 @@ def start() -> Iterator[Start]:
 class ProcessLearner(Learner):
     """The learner of the rig with its coordinator in a process."""
 
-    def __init__(self, config: Config, begin: Start, **options: Any) -> None:
-        self.config, self.run_id, self.version = config, "run-1", 0
-        self.notes, self.batches, self.results = [], [], []
-        self.error = None
-        self.process = begin(config, self.notes.append, **options)
-        self.coordinator = self.process  # type: ignore[assignment]
-        self._thread = threading.Thread(target=self._guarded, daemon=True)
+    def __init__(self, config: Config, begin: Start, restore: bytes | None = None) -> None:
+        self._begin, self._restore = begin, restore
+        super().__init__(config)
+
+    def make_coordinator(self, draw: Any) -> Any:
+        self.process = self._begin(self.config, self.notes.append, restore=self._restore)
+        return self.process
 
     def start(self, port: int | None = None) -> str:
         address = self.process.start(NoTransfer())["learner"]
