@@ -14,7 +14,7 @@ from rich.table import Table
 from async_rl.config import Config, ConfigError, load_config
 from async_rl.plan_figure import draw_plan
 from async_rl.simulate import Costs, costs_of
-from async_rl.simulate.calibrate import costs_from_run, measured
+from async_rl.simulate.calibrate import batch_tokens, costs_from_run, measured
 from async_rl.simulate.search import Candidate, Found, Search, devices, devices_of_generator
 from async_rl.simulate.suggest import suggest
 
@@ -68,12 +68,21 @@ def _costs_line(costs: Costs) -> str:
 
 def _against(run: Path, search: Search) -> str:
     """What the run itself did, beside what its settings do in the simulation."""
-    seen = measured(run).rate("throughput/trained_tokens_per_s")
-    would = search.outcome(load_config(run / "config.json")).trained_tokens_per_s
+    config, seen = load_config(run / "config.json"), measured(run)
+    step_s = float(seen.of("time/step_s").mean())
+    tokens_per_s = float(batch_tokens(seen, config).mean()) / step_s
+    would = search.outcome(config)
+    shares = (
+        f"{name} {seen.rate(key):.0%} and {share:.0%}"
+        for name, key, share in (
+            ("learner waits", "learner/wait_share", would.wait_share),
+            ("generators idle", "generator/idle_share", would.idle_share),
+        )
+    )
     return (
-        f"Check: the run itself trained {seen:.4g} tokens/s; its settings, simulated, {would:.4g} "
-        f"({would / seen - 1:+.0%}; the run counts tokens that entered the loss: "
-        "those of sequences without an advantage do not)"
+        f"Check, the run itself and its settings simulated: {tokens_per_s:,.0f} and "
+        f"{would.consumed_tokens_per_s:,.0f} tokens/s of the batches "
+        f"({would.consumed_tokens_per_s / tokens_per_s - 1:+.0%}); {'; '.join(shares)}"
     )
 
 

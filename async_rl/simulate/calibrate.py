@@ -24,14 +24,14 @@ class Measured:
         self._by_step = {key: dict(zip(*points, strict=True)) for key, points in series.items()}
         self.steps = sorted(self._by_step.get("time/step_s", {}))[1:]
 
-    def has(self, key: str) -> bool:
-        """Whether every counted step has it."""
-        return all(step in self._by_step.get(key, {}) for step in self.steps)
+    def count(self, key: str) -> int:
+        """Counted steps that have it."""
+        return sum(step in self._by_step.get(key, {}) for step in self.steps)
 
-    def of(self, key: str, default: float = 0.0) -> np.ndarray:
-        """float64 [steps]; the default where a step lacks it."""
-        found = self._by_step.get(key, {})
-        return np.array([found.get(step, default) for step in self.steps])
+    def of(self, key: str) -> np.ndarray:
+        """float64 [steps]; the mean where a step lacks it, as steps shorter than a heartbeat lack what it brings."""
+        found, mean = self._by_step.get(key, {}), self.mean(key)
+        return np.array([found.get(step, mean) for step in self.steps])
 
     def mean(self, key: str, default: float = 0.0) -> float:
         """Over the counted steps that have it."""
@@ -45,7 +45,8 @@ class Measured:
 
 
 NEEDED = (
-    "time/train_s", "completion/length_mean", "group/trained", "throughput/generated_tokens_per_s",
+    "time/train_s", "time/wait_for_batch_s", "time/publish_s",
+    "completion/length_mean", "group/trained", "throughput/generated_tokens_per_s",
     "generator/idle_share", "generator/slots",
 )  # fmt: skip
 
@@ -61,14 +62,17 @@ def measured(run_dir: Path) -> Measured:
             f"{path} has {len(found.steps)} steps after the first, which waits for engines to start; at least "
             f"{FEWEST_STEPS} are needed to say what things take"
         )
-    missing = [key for key in NEEDED if not found.has(key)]
+    missing = [key for key in NEEDED if found.count(key) < FEWEST_STEPS]
     if missing:
-        raise ConfigError(f"{path} lacks {', '.join(missing)} in some steps; take a run of this version of async_rl")
+        raise ConfigError(
+            f"{path} has {', '.join(missing)} in fewer than {FEWEST_STEPS} steps; take a longer run, or one of this "
+            "version of async_rl"
+        )
     return found
 
 
 def costs_from_run(run_dir: Path) -> Costs:
-    """Costs as measured in a run, whose settings are read from <run_dir>/config.json."""
+    """Costs as measured in a run, whose settings are read from <run_dir>/config.json; raises ConfigError."""
     run, config = measured(run_dir), load_config(str(run_dir / "config.json"), [])
     step_s, token_s = _learner(run, config)
     pause_s = run.mean("time/pause_s")
@@ -106,8 +110,12 @@ def line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
 
 
 def _learner(run: Measured, config: Config) -> tuple[float, float]:
-    """(seconds of a step, further seconds for each completion token) of all ranks together."""
-    return line(batch_tokens(run, config), run.of("time/train_s"))
+    """(seconds of a step, further seconds for each completion token) of all ranks together.
+
+    All of a step but waiting and publishing: batches are prepared and metrics written beside training.
+    """
+    rest = run.of("time/step_s") - run.of("time/wait_for_batch_s") - run.of("time/publish_s")
+    return line(batch_tokens(run, config), np.maximum(run.of("time/train_s"), rest))
 
 
 def _engine(run: Measured, config: Config, pause_s: float) -> tuple[float, float]:

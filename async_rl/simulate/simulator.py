@@ -29,6 +29,8 @@ WARM_UP_SHARE = 0.15
 FEWEST_STEPS, MOST_STEPS = 30, 5000
 SHRINK_ABOVE = 2
 """A simulation may take this many times plan.members before its fleet is shrunk."""
+INSTANTS_PER_MEMBER, MOST_INSTANTS = 100, 100_000
+"""A step that takes more instants than these together will never end: generators fail faster than they finish."""
 FEWEST_SLOTS = 256
 """Slots below which no fleet is shrunk: the law of large numbers must still hold."""
 _NO_PROMPT = np.zeros(0, dtype=np.int32)
@@ -72,12 +74,21 @@ class Simulation:
             self._evaluate(0)
         self.marks.append(self._mark())
         self._waiting_since = 0.0
-        while len(self.marks) <= self.steps:
+        for _ in range(self.steps):
+            self._run_step()
+        return summarise(self.config, self.costs, self.records, self.marks, self.warm_up)
+
+    def _run_step(self) -> None:
+        """Go on until the next step ends."""
+        target = len(self.marks) + 1
+        for _ in range(INSTANTS_PER_MEMBER * _members(self.config) + MOST_INSTANTS):
             self._act()
             if not self.events.run_instant():
-                why = self.ledger.describe_wait(self.events.now)
-                raise RuntimeError(f"the simulation stands still after {len(self.records)} steps: {why}")
-        return summarise(self.config, self.costs, self.records, self.marks, self.warm_up)
+                break
+            if len(self.marks) == target:
+                return
+        why = self.ledger.describe_wait(self.events.now)
+        raise RuntimeError(f"the simulation stands still after {len(self.records)} steps: {why}")
 
     @property
     def warm_up(self) -> int:

@@ -32,6 +32,8 @@ def write_run(folder: Path, config: Config, costs: Costs, steps: int = 40) -> Si
                 "step": record.step,
                 "time/step_s": step_s,
                 "time/train_s": record.train_s,
+                "time/wait_for_batch_s": record.wait_s,
+                "time/publish_s": step_s - record.wait_s - record.train_s,
                 "time/gather_s": costs.gather_s,
                 "time/publication_s": costs.transfer_s + costs.pause_s,
                 "time/pause_s": costs.pause_s,
@@ -100,5 +102,5 @@ def test_runs_that_say_too_little_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has 2 steps after the first"):
         costs_from_run(tmp_path)
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "time/step_s": 1.0}}\n' for n in range(1, 9)))
-    with pytest.raises(ConfigError, match="lacks time/train_s"):
+    with pytest.raises(ConfigError, match=r"has time/train_s, .* in fewer than 3 steps"):
         costs_from_run(tmp_path)

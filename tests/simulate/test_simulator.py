@@ -208,3 +208,10 @@ def test_it_finds_what_an_independent_simulation_of_the_rule_found(
     out = Simulation(config, costs, steps=50 if sigma < 1 else 150).run()
     assert out.consumed_share == pytest.approx(share, abs=0.05)
     assert out.overdue_share == pytest.approx(masked, abs=0.01)
+
+
+def test_a_run_that_never_ends_a_step_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Generators that die every few milliseconds finish nothing."""
+    monkeypatch.setattr("async_rl.simulate.simulator.MOST_INSTANTS", 500)
+    with pytest.raises(RuntimeError, match="stands still after 0 steps: step 1 waits for 4 of 4 groups"):
+        run(failure_every_s=0.01, restart_s=0.1)
