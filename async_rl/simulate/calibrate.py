@@ -30,10 +30,10 @@ class Measured:
 
     def of(self, key: str) -> np.ndarray:
         """float64 [steps]; the mean where a step lacks it, as steps shorter than a heartbeat lack what it brings."""
-        found, mean = self._by_step.get(key, {}), self.mean(key)
+        found, mean = self._by_step.get(key, {}), self.average(key)
         return np.array([found.get(step, mean) for step in self.steps])
 
-    def mean(self, key: str, default: float = 0.0) -> float:
+    def average(self, key: str, default: float = 0.0) -> float:
         """Over the counted steps that have it."""
         found = self._by_step.get(key, {})
         values = [found[step] for step in self.steps if step in found]
@@ -75,7 +75,7 @@ def costs_from_run(run_dir: Path) -> Costs:
     """Costs as measured in a run, whose settings are read from <run_dir>/config.json; raises ConfigError."""
     run, config = measured(run_dir), load_config(str(run_dir / "config.json"), [])
     step_s, token_s = _learner(run, config)
-    pause_s = run.mean("time/pause_s")
+    pause_s = run.average("time/pause_s")
     tokens_per_s, slowdown = _engine(run, config, pause_s)
     return Costs(
         tokens_per_s=tokens_per_s,
@@ -83,10 +83,10 @@ def costs_from_run(run_dir: Path) -> Costs:
         lengths=_lengths(run, config),
         step_s=step_s,
         learner_tokens_per_s=1 / (token_s * config.learner.ranks),
-        gather_s=run.mean("time/gather_s"),
-        transfer_s=max(0.0, run.mean("time/publication_s") - pause_s),
+        gather_s=run.average("time/gather_s"),
+        transfer_s=max(0.0, run.average("time/publication_s") - pause_s),
         pause_s=pause_s,
-        score_s=run.mean("reward/score_s"),
+        score_s=run.average("reward/score_s"),
         failure_every_s=config.plan.failure_every_s,
         restart_s=config.plan.restart_s,
     )
@@ -139,11 +139,11 @@ def _engine(run: Measured, config: Config, pause_s: float) -> tuple[float, float
 def _lengths(run: Measured, config: Config) -> Quantiles:
     """Knots at the quantiles that the metrics have and at the largest of a batch, scaled to the mean that was seen."""
     longest = config.sampling.max_completion_tokens
-    p10, p50, p90 = (max(1.0, run.mean(f"completion/length/p{q}", 1.0)) for q in (10, 50, 90))
-    largest = min(float(longest), max(p90, run.mean("completion/length_max", p90)))
+    p10, p50, p90 = (max(1.0, run.average(f"completion/length/p{q}", 1.0)) for q in (10, 50, 90))
+    largest = min(float(longest), max(p90, run.average("completion/length_max", p90)))
     per_batch = float(np.mean(run.of("group/trained"))) * config.sampling.group_size
     top = max(0.95, 1 - 1 / (per_batch + 1))
     least = max(1.0, p10 * p10 / p50)
     found = Quantiles((0.0, 0.1, 0.5, 0.9, top, 1.0), (least, p10, p50, p90, largest, largest), longest)
-    scale = run.mean("completion/length_mean") / found.mean()
+    scale = run.average("completion/length_mean") / found.mean()
     return Quantiles(found.shares, tuple(max(1.0, tokens * scale) for tokens in found.tokens), longest)
