@@ -38,6 +38,11 @@ Overrides = Annotated[
 ]
 
 
+RunName = Annotated[
+    str, typer.Argument(metavar="RUN[@STEP]", help="A run.dir; without a step the checkpoint that would be resumed.")
+]
+
+
 class Session:
     """What a failure needs to be reported well: set as far as a command got."""
 
@@ -136,6 +141,53 @@ def plan(
     from async_rl.plan import run_plan
 
     return run_plan(config, overrides or [], from_run, out, seed)
+
+
+@app.command()
+def export(
+    run: RunName,
+    out: Annotated[str, typer.Argument(metavar="OUT", help="Folder to write; it must not exist.")],
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16; default: the run's model.dtype.")
+    ] = None,
+    max_shard_mb: Annotated[int, typer.Option(min=1, help="Largest weight file, in MiB.")] = 5 << 10,
+) -> int:
+    """Write a checkpoint's weights in Hugging Face form, which transformers, vLLM and model.path load."""
+    from async_rl.checkpoints.find import find_named
+
+    checkpoint = find_named(run)
+    from async_rl.checkpoints.export import DTYPES, export_checkpoint
+
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
+    files = export_checkpoint(checkpoint, Path(out), dtype, max_shard_mb << 20)
+    size = sum(file.stat().st_size for file in files)
+    print(f"step {checkpoint.step} of {checkpoint.path}: {size / 1e6:.1f} MB of weights in {out}")
+    return 0
+
+
+@app.command()
+def inspect(
+    run: RunName,
+    limit: Annotated[int, typer.Option(min=0, help="Members to show; 0: all.")] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a member, for scripts.")] = False,
+) -> int:
+    """Show what a checkpoint's buffer holds: problem, completion, reward, versions, staleness, status."""
+    from itertools import islice
+
+    import msgspec
+
+    from async_rl.checkpoints.contents import describe, rows_of, summary
+    from async_rl.checkpoints.find import find_named
+    from async_rl.checkpoints.state import read_state
+
+    checkpoint = find_named(run)
+    state = read_state(checkpoint.path)
+    if not as_json:
+        print(f"{checkpoint.path}\n{summary(state)}")
+    for row in islice(rows_of(state), limit or None):
+        print(msgspec.json.encode(row).decode() if as_json else describe(row))
+    return 0
 
 
 @app.command()

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from async_rl import protocol as p
@@ -101,6 +102,9 @@ class Generator:
         self.paused_s = 0.0
         self.welcomed = False
         self.leaving = False
+        self._num_requests = 0
+        self._shared_version = -1
+        """Last version of the run before that the present one continues; -1: none."""
         self.last_heard = clock()
         self.heartbeat_s = config.transport.heartbeat_s
         self.heartbeat_timeout_s = config.transport.heartbeat_timeout_s
@@ -295,14 +299,7 @@ class Generator:
 
     async def _welcome(self, message: p.Welcome) -> None:
         if message.run_id != self.run_id:
-            self._discard(lambda finished: True, f"run {message.run_id} is another run")
-        elif (self.engine.policy_version or 0) > message.policy_version:
-            # The learner resumed from before the version loaded here: that future no longer exists.
-            self._discard(
-                lambda finished: any(s.version > message.policy_version for s in finished.trajectory.versions),
-                f"the learner went back to version {message.policy_version}",
-            )
-        self.run_id = message.run_id
+            self._change_run(message)
         self.heartbeat_s = message.heartbeat_s
         self.heartbeat_timeout_s = message.heartbeat_timeout_s
         self.welcomed = True
@@ -315,8 +312,25 @@ class Generator:
         for finished in tuple(self.unacknowledged.values()):
             await self.client.send(finished)
 
-    def _discard(self, belongs: Callable[[p.Finished], bool], why: str) -> None:
-        lost = [key for key, finished in self.unacknowledged.items() if belongs(finished)]
+    def _change_run(self, message: p.Welcome) -> None:
+        """Another learner answers: keep what belongs to the run that it continues, if it continues ours."""
+        last = -1 if self.run_id is None else message.ancestors.get(self.run_id, -1)
+        if self.run_id is not None and last < 0:
+            self._discard(-1, f"run {message.run_id} is another run")
+        elif self.run_id is not None and (self.engine.policy_version or 0) > last:
+            # The learner resumed from before the version loaded here: that future no longer exists.
+            self._discard(last, f"the learner went back to version {last}")
+        self.run_id, self._shared_version = message.run_id, last
+        for key, finished in self.unacknowledged.items():
+            self.unacknowledged[key] = msgspec.structs.replace(finished, run_id=message.run_id)
+
+    def _discard(self, last: int, why: str) -> None:
+        """Throw away finished work that a version after `last` took part in, and all that is running."""
+        lost = [
+            key
+            for key, finished in self.unacknowledged.items()
+            if last < 0 or any(span.version > last for span in finished.trajectory.versions)
+        ]
         for key in lost:
             del self.unacknowledged[key]
         running = list(self.work)
@@ -327,8 +341,9 @@ class Generator:
             log.warning("discarded %d finished and %d running members: %s", len(lost), len(running), why)
 
     def _drop(self, key: p.LeaseKey) -> None:
+        # Forgotten at once: the same key may be leased again by the next message, and is then another request.
         self.unacknowledged.pop(key, None)
-        task = self.work.get(key)
+        task = self.work.pop(key, None)
         if task is not None:
             task.cancel()
 
@@ -343,23 +358,25 @@ class Generator:
         task.add_done_callback(lambda t: self._ended(key, t))
 
     def _ended(self, key: p.LeaseKey, task: asyncio.Task[None]) -> None:
-        self.work.pop(key, None)
+        if self.work.get(key) is task:
+            del self.work[key]
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
 
     async def _work(self, key: p.LeaseKey, lease: p.Lease) -> None:
-        run_id = self.run_id
-        assert run_id is not None, "leases come after Welcome"
         trajectory = await self._rollout(key, lease)
         self.counts["finished" if trajectory.status != "failed" else "failed"] += 1
-        finished = p.Finished(run_id=run_id, key=key, trajectory=trajectory)
+        # Of the run of now: what goes on after a change of runs belongs to the new one, all else was cancelled.
+        assert self.run_id is not None, "leases come after Welcome"
+        finished = p.Finished(run_id=self.run_id, key=key, trajectory=trajectory)
         self.unacknowledged[key] = finished
         if self.welcomed:
             await self.client.send(finished)
 
     async def _rollout(self, key: p.LeaseKey, lease: p.Lease) -> p.Trajectory:
         started = self.clock()
-        request_id = f"{key.kind}-{key.ticket}-{key.member}-{key.attempt}"
+        self._num_requests += 1
+        request_id = f"{key.kind}-{key.ticket}-{key.member}-{key.attempt}-{self._num_requests}"
         request = SampleRequest(request_id=request_id, prompt_ids=lease.problem.prompt_ids, sampling=lease.sampling)
         self.slot_clock.change(+1)
         try:
@@ -402,6 +419,9 @@ class Generator:
                     case p.RelabelVersion():
                         await self.engine.relabel(message.version)
                         await self._loaded(message.version, None, 0.0, 0.0, "none")
+                if self._weights_of != self.run_id and (self.engine.policy_version or 0) > self._shared_version:
+                    # The run changed while its weights were loaded: what went on running has tokens of them.
+                    self._discard(self._shared_version, "the engine had loaded a version that is lost")
             except EngineError as error:
                 raise EngineError(f"taking weights failed ({type(message).__name__}): {error}") from error
 

@@ -17,7 +17,7 @@ from async_rl.frames import Frame, ProtocolError, value_from_frames, value_to_fr
 from async_rl.frames import decode_value as decode_value
 from async_rl.frames import encode_value as encode_value
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAMES = 4096
 MAX_HEADER_BYTES = 16 << 20
 MAX_NAME_CHARS = 100
@@ -267,6 +267,8 @@ class Welcome(Message, frozen=True):
     heartbeat_s: float
     heartbeat_timeout_s: float
     max_message_bytes: int
+    ancestors: dict[str, int] = {}
+    """Earlier runs that this one continues -> last version of each that belongs to it; later ones are lost."""
 
 
 class Refused(Message, frozen=True):

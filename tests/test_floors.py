@@ -17,7 +17,7 @@ FLOORS = {
     3: ("learner", "coordinator", "generator"),
     2: (
         "algos", "envs", "engines", "buffer", "transport", "weights", "membership", "publication", "evaluation",
-        "leasing", "fleet", "http", "console", "report", "advice", "simulate", "alarms", "keys",
+        "leasing", "fleet", "checkpoints", "http", "console", "report", "advice", "simulate", "alarms", "keys",
     ),
     1: ("config", "protocol", "frames", "metrics", "staleness", "addresses", "errors", "logs"),
 }  # fmt: skip
@@ -42,6 +42,7 @@ LIGHT = (
     "async_rl.coordinator", "async_rl.console", "async_rl.report", "async_rl.staleness", "async_rl.launch.local",
     "async_rl.doctor", "async_rl.simulate", "async_rl.plan", "async_rl.alarms", "async_rl.keys", "async_rl.status",
     "async_rl.coordinator.process", "async_rl.coordinator.handle",
+    "async_rl.checkpoints", "async_rl.checkpoints.contents", "async_rl.checkpoints.work",
 )  # fmt: skip
 """Modules that load neither torch nor vLLM nor transformers."""
 

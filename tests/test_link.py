@@ -11,6 +11,7 @@ import pytest
 from async_rl.coordinator import calls as c
 from async_rl.coordinator import link as module
 from async_rl.coordinator.link import Link
+from async_rl.coordinator.resumed import Resumed
 from async_rl.frames import ProtocolError, encode_value
 
 
@@ -59,6 +60,7 @@ def test_a_message_of_the_other_direction_is_refused() -> None:
 def test_a_side_that_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SEND_S", 1.0)
     learner, _process = pair()
+    large = Resumed(np.zeros(10_000_000, np.uint8))
     with pytest.raises(TimeoutError, match="has read nothing for 1 s"):
-        learner.send(c.Setup(config=None, run_id="", log_level=0, restore=bytes(10_000_000)))  # type: ignore[arg-type]
+        learner.send(c.Setup(config=None, run_id="", log_level=0, resumed=large))  # type: ignore[arg-type]
     assert learner.receive() is None, "nothing that follows half a value could be read"

@@ -34,7 +34,7 @@ def test_one_line_per_step_readable_at_once(tmp_path: Path) -> None:
 
 def test_a_resumed_run_appends(tmp_path: Path) -> None:
     for step in (1, 2):
-        (sink,) = open_sinks(config(), tmp_path)
+        (sink,) = open_sinks(config(), tmp_path, "run")
         sink.write(step, {"step": step})
         sink.close()
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2]
@@ -44,7 +44,7 @@ def test_tensorboard_files_hold_the_numbers(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.util.tensor_util import make_ndarray
 
-    for sink in open_sinks(config("metrics.tensorboard=true"), tmp_path):
+    for sink in open_sinks(config("metrics.tensorboard=true"), tmp_path, "run"):
         sink.write(3, {"reward/mean": 0.5})
         sink.write(4, {"reward/mean": 0.75})
         sink.close()
@@ -58,7 +58,7 @@ def test_tensorboard_files_hold_the_numbers(tmp_path: Path) -> None:
 def test_wandb_works_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("WANDB_MODE", "WANDB_DIR", "WANDB_PROJECT"):
         monkeypatch.delenv(variable, raising=False)
-    for sink in open_sinks(config("metrics.wandb=offline", "run.name=offline-test"), tmp_path):
+    for sink in open_sinks(config("metrics.wandb=offline", "run.name=offline-test"), tmp_path, "run"):
         sink.write(1, {"reward/mean": 0.4375})
         sink.close()
     (record,) = tmp_path.glob("wandb/offline-run-*/*.wandb")

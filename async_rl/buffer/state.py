@@ -51,6 +51,11 @@ _BINDING = ("batch_groups", "group_size", "max_staleness", "publish_every", "ove
 """Settings under which the tickets of a state were issued: with others the bound would not hold for them."""
 
 
+def same_settings(saved: LedgerSettings, now: LedgerSettings) -> bool:
+    """Whether the tickets of a state can go on under these settings."""
+    return all(getattr(saved, name) == getattr(now, name) for name in _BINDING)
+
+
 def check_same_settings(saved: LedgerSettings, now: LedgerSettings) -> None:
     """Raise ValueError if a state cannot be continued under other settings."""
     for name in _BINDING:
@@ -58,5 +63,15 @@ def check_same_settings(saved: LedgerSettings, now: LedgerSettings) -> None:
         if before != after:
             raise ValueError(
                 f"{name} = {after!r}, but the checkpoint's tickets were issued under {name} = {before!r}, which its "
-                "staleness bound depends on; resume with the old value, or start a new run from the saved weights"
+                "staleness bound depends on; resume with the old value, or let the tickets under way be dropped with "
+                "checkpoint.accept_changed=tickets"
             )
+
+
+def without_live_tickets(state: LedgerState, settings: LedgerSettings, reason: str) -> LedgerState:
+    """The same account under other settings: every ticket under way is dropped and counted under `reason`."""
+    live = len(state.tickets) + len(state.buffered)
+    dropped = {**state.dropped, reason: state.dropped.get(reason, 0) + live}
+    return msgspec.structs.replace(
+        state, settings=settings, exhausted=False, dropped=dropped, tickets={}, members=[], buffered=[]
+    )

@@ -104,12 +104,19 @@ def _no_floor(config: Config) -> bool:
     return _no_correction(config) or config.algorithm.correction.mode != "mask"
 
 
+def _no_checkpoints(config: Config) -> bool:
+    return config.checkpoint.every == 0 and config.checkpoint.every_s is None
+
+
 def _no_batch_reward(config: Config) -> bool:
     return not (isinstance(config.environment, FunctionEnvironment) and config.environment.batch)
 
 
 _ARITHMETIC = Switch(("environment.type",), "the arithmetic environment poses its own problems", _poses_its_own)
 _EVALUATION = Switch(("evaluation.every",), "evaluation.every is 0", _no_evaluation)
+_CHECKPOINT = Switch(
+    ("checkpoint.every", "checkpoint.every_s"), "checkpoint.every is 0 and checkpoint.every_s absent", _no_checkpoints
+)
 _LEVEL, _MODE = "algorithm.correction.level", "algorithm.correction.mode"
 _LOSS, _PROXIMAL = "algorithm.loss.type", "algorithm.proximal"
 _KL = Switch(("algorithm.kl.coefficient",), "algorithm.kl.coefficient is 0", _no_kl)
@@ -167,6 +174,9 @@ SWITCHES: dict[str, Switch] = {
     "data.epochs": _ARITHMETIC,
     "evaluation.samples": _EVALUATION,
     "evaluation.temperature": _EVALUATION,
+    "checkpoint.keep_last": _CHECKPOINT,
+    "checkpoint.keep_every": _CHECKPOINT,
+    "checkpoint.background": _CHECKPOINT,
     "rewards.max_batch": Switch(
         ("environment.type", "environment.batch"), "only a batch reward function scores several completions at once",
         _no_batch_reward),

@@ -140,6 +140,8 @@ def parse_value(text: str, type_: inspect.Type | None) -> Any:
         value = text
     if type_ is None or (isinstance(value, str) and value != text):
         return value
+    if type(value) is int and allows(type_, inspect.IntType):
+        return value
     if allows(type_, inspect.StrType, inspect.LiteralType):
         return text
     if isinstance(value, str) and allows(type_, inspect.FloatType, inspect.IntType):

@@ -34,6 +34,14 @@ class RunConfig(Section, frozen=True):
     ] = None
     stall_timeout_s: Annotated[float, _text("Without any progress for this long the run ends with an error that names the wait.", gt=0)] = 600.0
     save_model: Annotated[bool, _text("Write the final weights in Hugging Face form to <dir>/model.")] = True
+    resume: Annotated[
+        Literal["auto", "never"] | Annotated[int, Meta(ge=0)],
+        _text("auto: go on from the newest complete checkpoint in <dir>; never: start over; a step: go back to its checkpoint, this once."),
+    ] = "auto"
+    fork_from: Annotated[
+        str | None,
+        _text("RUN or RUN@STEP: a run in a new <dir> starts from that run's checkpoint, with its step, optimizer and buffered groups."),
+    ] = None
 
 
 class ModelConfig(Section, frozen=True):
@@ -471,6 +479,20 @@ class TransportConfig(Section, frozen=True):
     max_message_bytes: Annotated[int, _text("Larger messages are refused and counted.", ge=1024)] = 64 << 20
 
 
+class CheckpointConfig(Section, frozen=True):
+    """What a killed learner goes on from (docs/checkpoints.md); written to <run.dir>/checkpoints."""
+
+    every: Annotated[int, _text("Steps between checkpoints; 0: by time alone. The end of a run and SIGTERM save too, unless all are off.", ge=0)] = 20
+    every_s: Annotated[Annotated[float, Meta(gt=0)] | None, _text("A checkpoint also after this many seconds without one; off when absent.")] = 1800.0
+    keep_last: Annotated[int, _text("Newest checkpoints that stay; older ones go once a new one is complete.", ge=1)] = 2
+    keep_every: Annotated[int, _text("Checkpoints at multiples of this step stay as well; 0: none.", ge=0)] = 0
+    background: Annotated[bool, _text("Write while training goes on, from a copy of model and optimizer in host memory; false: training waits.")] = True
+    accept_changed: Annotated[
+        tuple[Literal["problems", "tickets"], ...],
+        _text("Differences to the checkpoint that are accepted: other problems; other settings that tickets are bound to. Either drops tickets under way, counted."),
+    ] = ()
+
+
 class EvaluationConfig(Section, frozen=True):
     """Held-out evaluation, on the same generators, without stopping training."""
 
@@ -553,6 +575,7 @@ class Config(Section, frozen=True, kw_only=True):
     generator: GeneratorConfig = GeneratorConfig()
     weights: WeightsConfig = WeightsConfig()
     transport: TransportConfig = TransportConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     alarms: AlarmsConfig = AlarmsConfig()
     metrics: MetricsConfig = MetricsConfig()

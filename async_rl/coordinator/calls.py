@@ -14,6 +14,7 @@ import numpy as np
 
 from async_rl.buffer import TrajectoryGroup
 from async_rl.config import Config, ConfigError
+from async_rl.coordinator.resumed import Resumed
 from async_rl.errors import is_refusal
 from async_rl.evaluation import EvaluationResult
 from async_rl.protocol import Manifest, Message
@@ -28,16 +29,25 @@ class Call(Message, frozen=True):
     answer: ClassVar[Any] = None
 
 
-class Setup(Call, frozen=True):
-    """First call to a process: load the problems and set up the ledger. Answer: rows that are not used, by reason."""
+class Ready(msgspec.Struct, frozen=True):
+    """A process has its problems and its ledger."""
 
-    answer: ClassVar[Any] = dict[str, int]
+    dropped: dict[str, int]
+    """Rows that are not used, by reason."""
+    given_up: list[str]
+    """In words, what of the state it resumes from was given up for changes that the user accepts."""
+
+
+class Setup(Call, frozen=True):
+    """First call to a process: load the problems and set up the ledger. Answer: Ready."""
+
+    answer: ClassVar[Any] = Ready
     config: Config
     run_id: str
     log_level: int
     """Lowest level (of `logging`) that the process writes to its log."""
-    restore: bytes | None = None
-    """What `TakeState` gave; None: a new run."""
+    resumed: Resumed | None = None
+    """None: a new run."""
 
 
 class Open(Call, frozen=True):
@@ -108,15 +118,17 @@ class GetStatus(Call, frozen=True):
 
 
 class TakeState(Call, frozen=True):
-    """What `Setup.restore` continues from."""
+    """What `Resumed.work` continues from."""
 
     answer: ClassVar[Any] = bytes
 
 
 class Stop(Call, frozen=True):
-    """Tell the fleet that the run is over, and end."""
+    """End."""
 
     reason: str
+    dismiss: bool = True
+    """Tell the fleet that the run is over; else it waits for a learner that resumes."""
 
 
 AnyCall = (

@@ -24,10 +24,11 @@ from async_rl import protocol as p
 from async_rl import publication as pub
 from async_rl.addresses import join_address
 from async_rl.buffer import Ledger, TrajectoryGroup
+from async_rl.checkpoints.work import capture
 from async_rl.config import Config
 from async_rl.coordinator import calls as c
 from async_rl.coordinator.facade import STOP_S, Facade
-from async_rl.coordinator.state import encode_state
+from async_rl.coordinator.resumed import Lines, Resumed
 from async_rl.evaluation import EvaluationResult, Evaluations
 from async_rl.fleet import FleetMeter
 from async_rl.frames import one_line
@@ -98,11 +99,14 @@ class Coordinator(Facade):
         leasing: Leasing,
         transfer: Transfer,
         problem_state: Callable[[], dict[str, Any]] = dict,
+        resumed: Resumed | None = None,
         notify: Callable[[str], None] = log.info,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`resumed`: the run that this one continues; its work is in `ledger` already."""
         self.config = config
         self.run_id = run_id
+        self.lines = Lines(run_id, resumed)
         self.ledger = ledger
         self.evaluations = evaluations
         self.eval_problems = eval_problems
@@ -134,8 +138,11 @@ class Coordinator(Facade):
         self._last_values: dict[str, float] = {}
         self._num_errors = 0
         self._last_errors: deque[tuple[float, str]] = deque(maxlen=ERRORS_KEPT)
+        self._absent = set(ledger.owners())
+        """Owners of leases of an earlier run that have not come back yet."""
+        self._dismiss = True
         self._work_changed = True
-        self._progress_at = clock()
+        self._progress_at = self._opened_at = clock()
         self._progress_mark: Any = None
         self._stop_reason: str | None = None
         self.error: BaseException | None = None
@@ -158,7 +165,7 @@ class Coordinator(Facade):
         port = self.server.bind(t.host, t.port, t.insecure)
         http_port = self.http.start(t.host, t.http_port, t.insecure or t.keys is not None)
         self.addresses = {"learner": join_address(t.host, port), "http": join_address(t.host, http_port)}
-        self._progress_at = self.clock()
+        self._progress_at = self._opened_at = self.clock()
         return self.addresses
 
     def run(self) -> None:
@@ -166,7 +173,7 @@ class Coordinator(Facade):
         try:
             while self._stop_reason is None:
                 self._turn()
-            for member in self.members.members():
+            for member in self.members.members() if self._dismiss else ():
                 self._send(member, p.Stop(reason=self._stop_reason))
         # The boundary of this thread: whatever it was, the learner's next call or wait raises it.
         except BaseException as error:
@@ -178,10 +185,10 @@ class Coordinator(Facade):
         finally:
             self.server.close()
 
-    def stop(self, reason: str, timeout_s: float = STOP_S) -> None:
-        """Tell every generator that the run is over and end the thread; callable more than once."""
+    def stop(self, reason: str, timeout_s: float = STOP_S, dismiss: bool = True) -> None:
+        """End the thread; see `Facade.stop`."""
         if self._thread.is_alive():
-            self.server.call(lambda: self._do(c.Stop(reason=reason), Future()))
+            self.server.call(lambda: self._do(c.Stop(reason=reason, dismiss=dismiss), Future()))
             self._thread.join(timeout_s)
         self.http.close()
 
@@ -219,7 +226,7 @@ class Coordinator(Facade):
             case c.StartEvaluation():
                 self._start_evaluation(call.version)
             case c.Stop():
-                self._stop_reason = call.reason
+                self._stop_reason, self._dismiss = call.reason, call.dismiss
             case _:
                 self._reply(call, answer)
                 return
@@ -243,7 +250,7 @@ class Coordinator(Facade):
                 results, self._results = self._results, []
                 return results
             case c.TakeState():
-                return encode_state(self.ledger, self.problem_state())
+                return capture(self.ledger, self.problem_state())
             case c.WithdrawBatch():
                 return None  # It was served in the meantime.
         raise AssertionError(f"no answer to {type(call).__name__}")
@@ -263,6 +270,7 @@ class Coordinator(Facade):
         for name in self.members.expired(now):
             self._gone(name, f"silent for more than {self.members.heartbeat_timeout_s:g} s")
         self._expire_leases(now)
+        self._reopen_absent(now)
         self._act(self.publications.tick(now))
         self._take_results(self.evaluations.tick(now))
         self._lease(now)
@@ -379,17 +387,18 @@ class Coordinator(Facade):
         member = answer.member
         if answer.replaced is not None:
             self._release(answer.replaced, f"replaced by process {hello.pid} on {hello.host}")
-        published = self.publications.published or 0
+        self._absent.discard(member.name)
         t = self.config.transport
         welcome = p.Welcome(
             run_id=self.run_id,
-            policy_version=published,
+            policy_version=self._version(),
             heartbeat_s=t.heartbeat_s,
             heartbeat_timeout_s=t.heartbeat_timeout_s,
             max_message_bytes=t.max_message_bytes,
+            ancestors=self.lines.ancestors,
         )
         self.server.send(identity, welcome)
-        holding = hello.holding if hello.run_id == self.run_id else ()
+        holding = hello.holding if self.lines.continues(hello.run_id) else ()
         self._reconcile(member, holding, now, sent_before=now)
         if not answer.reconnected:
             self.notify(
@@ -411,8 +420,7 @@ class Coordinator(Facade):
         self.members.heartbeat(name, message, now)
         self.meter.update(name, incarnation, message.stats)
         self._reconcile(member, message.holding, now, sent_before=now - self.members.heartbeat_timeout_s)
-        published = self.publications.published or 0
-        self.server.send(identity, p.Alive(run_id=self.run_id, policy_version=published))
+        self.server.send(identity, p.Alive(run_id=self.run_id, policy_version=self._version()))
         self._work_changed = True
 
     def _reconcile(self, member: Member, holding: Sequence[p.LeaseKey], now: float, sent_before: float) -> None:
@@ -431,7 +439,7 @@ class Coordinator(Facade):
         key, trajectory = message.key, message.trajectory
         outcome: Any = "unknown"
         stale = None
-        if message.run_id == self.run_id:
+        if self.lines.includes(message):
             try:
                 if key.kind == "train":
                     outcome = self.ledger.finish(name, key.ticket, key.member, key.attempt, trajectory, now)
@@ -448,6 +456,24 @@ class Coordinator(Facade):
             self.members.delivered(name, now)
         self._work_changed = True
         return stale
+
+    def _version(self) -> int:
+        """The last published version; before the first publication the one that it will be."""
+        published = self.publications.published
+        return self.lines.first_version if published is None else published
+
+    def _reopen_absent(self, now: float) -> None:
+        """Owners of a resumed ledger's leases that have not come back in time: others may have their work.
+
+        They lost nothing by their own fault, so this does not count towards the losses after which a member fails.
+        """
+        if not self._absent or now - self._opened_at <= self.config.transport.heartbeat_timeout_s:
+            return
+        for name in sorted(self._absent):
+            lost = self.ledger.reconcile(name, (), now, now).lost
+            self.notify(f"generator {name} has not come back since the resume; {len(lost)} leases are open again")
+        self._absent.clear()
+        self._work_changed = True
 
     def _show_error(self, name: str, key: p.LeaseKey, trajectory: p.Trajectory) -> None:
         self._num_errors += 1

@@ -44,8 +44,11 @@ class Facade(ABC):
         """Have a call done and return its answer to come. Raises CoordinatorEnded when there is nobody to do it."""
 
     @abstractmethod
-    def stop(self, reason: str, timeout_s: float = STOP_S) -> None:
-        """Tell every generator that the run is over and end; callable more than once, and after a failure."""
+    def stop(self, reason: str, timeout_s: float = STOP_S, dismiss: bool = True) -> None:
+        """End; callable more than once, and after a failure.
+
+        Generators are told that the run is over, or (not `dismiss`) wait for a learner that resumes it.
+        """
 
     @abstractmethod
     def _end(self) -> tuple[BaseException | None, str | None]:
@@ -101,7 +104,7 @@ class Facade(ABC):
         return status
 
     def snapshot_state(self) -> bytes:
-        """Ledger, problem source and evaluation numbers for a checkpoint; a batch in flight counts as not taken."""
+        """Ledger and problem source for a checkpoint; a batch in flight counts as not taken."""
         return bytes(self.ask(calls.TakeState()))
 
     def ask(self, call: calls.Call, timeout_s: float = ANSWER_S) -> Any:

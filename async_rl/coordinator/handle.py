@@ -21,6 +21,7 @@ from async_rl.coordinator import calls as c
 from async_rl.coordinator.core import Transfer
 from async_rl.coordinator.facade import STOP_S, Facade
 from async_rl.coordinator.link import Link
+from async_rl.coordinator.resumed import Resumed
 from async_rl.frames import decode_value
 from async_rl.logs import last_lines
 
@@ -37,9 +38,9 @@ class CoordinatorProcess(Facade):
     """A coordinator in a process of its own, which writes to <run.dir>/logs/coordinator.log."""
 
     def __init__(
-        self, config: Config, run_id: str, notify: Callable[[str], None], restore: bytes | None = None
+        self, config: Config, run_id: str, notify: Callable[[str], None], resumed: Resumed | None = None
     ) -> None:
-        """Start the process and wait until it has loaded the problems; `restore` is what `snapshot_state` gave.
+        """Start the process and wait until it has loaded the problems, and what the run before left.
 
         Raises ConfigError when the settings, the problems or the state were refused.
         """
@@ -55,13 +56,16 @@ class CoordinatorProcess(Facade):
         self._reader = threading.Thread(target=self._listen, name="coordinator-link", daemon=True)
         self._reader.start()
         level = min(logging.INFO, logging.getLogger("async_rl").getEffectiveLevel())
-        setup = c.Setup(config=config, run_id=run_id, log_level=level, restore=restore)
+        setup = c.Setup(config=config, run_id=run_id, log_level=level, resumed=resumed)
         try:
-            self.dropped: dict[str, int] = self.ask(setup, LOAD_S)
-            """Problems that are not used, by reason."""
+            ready: c.Ready = self.ask(setup, LOAD_S)
         except BaseException:
             self.stop("it could not begin")
             raise
+        self.dropped = ready.dropped
+        """Problems that are not used, by reason."""
+        self.given_up = ready.given_up
+        """In words, what of the run before was given up for changes that the user accepts."""
 
     @property
     def pid(self) -> int:
@@ -88,12 +92,12 @@ class CoordinatorProcess(Facade):
             self._raise_end()
             raise c.CoordinatorEnded(f"the coordinator process {self.pid} takes no calls: {error}") from error
 
-    def stop(self, reason: str, timeout_s: float = STOP_S) -> None:
-        """Tell every generator that the run is over and end the process; callable more than once."""
+    def stop(self, reason: str, timeout_s: float = STOP_S, dismiss: bool = True) -> None:
+        """End the process; see `Facade.stop`."""
         if self._stop_reason is None:
             self._stop_reason = reason
             with contextlib.suppress(OSError):  # It has ended already.
-                self._send(c.Stop(reason=reason))
+                self._send(c.Stop(reason=reason, dismiss=dismiss))
         if not _wait(self._process, timeout_s):
             log.error("the coordinator process %d did not end within %g s; killing it", self.pid, timeout_s)
             self._process.kill()

@@ -24,11 +24,12 @@ from typing import Any, NoReturn
 import numpy as np
 
 from async_rl.buffer import Ledger, LedgerSettings
+from async_rl.checkpoints.work import restore
 from async_rl.config import Config
 from async_rl.coordinator import calls as c
 from async_rl.coordinator.core import Coordinator
 from async_rl.coordinator.link import Link
-from async_rl.coordinator.state import restore_state
+from async_rl.coordinator.resumed import Resumed
 from async_rl.envs.base import ProblemSource, build_environment
 from async_rl.envs.tokenize import load_tokenizer, stop_ids
 from async_rl.evaluation import Evaluations, EvaluationSettings
@@ -81,14 +82,16 @@ class RemoteTransfer:
 class Parts:
     """Problems, ledger and evaluations of a run. Raises ValueError for problems or a state that cannot be used."""
 
-    def __init__(self, config: Config, restore: bytes | None) -> None:
+    def __init__(self, config: Config, resumed: Resumed | None) -> None:
         tokenizer = load_tokenizer(config.model.path)
         self.problems: ProblemSource = build_environment(config).problems(tokenizer)
         self.ledger = Ledger(LedgerSettings.of(config), self.problems.draw)
         self.evaluations = Evaluations(EvaluationSettings.of(config))
         self.leasing = Leasing(config, self.ledger, self.evaluations, stop_ids(tokenizer, config.sampling.stop))
-        if restore is not None:
-            restore_state(restore, self.ledger, self.problems)
+        self.given_up: list[str] = []
+        if resumed is not None:
+            accept = config.checkpoint.accept_changed
+            self.given_up = restore(resumed.work.data, self.ledger, self.problems, accept)
 
 
 class Service:
@@ -130,12 +133,12 @@ class Service:
         self._answer(ask, value)
         return True
 
-    def _set_up(self, call: c.Setup) -> dict[str, int]:
+    def _set_up(self, call: c.Setup) -> c.Ready:
         _start_logging(call.log_level, self)
         log.info("coordinator of run %s, process %d", call.run_id, os.getpid())
         keys_of(call.config, "learner")  # Unusable keys are refused now, not after the learner has loaded its model.
-        self._parts = Parts(call.config, call.restore)
-        return self._parts.problems.dropped
+        self._parts = Parts(call.config, call.resumed)
+        return c.Ready(self._parts.problems.dropped, self._parts.given_up)
 
     def _open(self, setup: c.Setup, call: c.Open) -> dict[str, str]:
         parts, config = self._parts, setup.config
@@ -149,6 +152,7 @@ class Service:
             leasing=parts.leasing,
             transfer=self._transfer,
             problem_state=parts.problems.state,
+            resumed=setup.resumed,
             notify=lambda text: self._send(c.Note(text=text)),
         )
         addresses = coordinator.open()

@@ -61,7 +61,8 @@ class ProblemSource(ABC):
             raise ValueError(
                 f"the checkpoint's problems (identity {state['identity']}) are not those of this configuration "
                 f"({self.identity}): data, environment, seed or prompt settings changed; "
-                "set them as they were, or start a new run.dir"
+                "set them as they were, start a new run.dir, or let the tickets under way be dropped with "
+                "checkpoint.accept_changed=problems"
             )
         self.seek(state["position"])
 

@@ -6,23 +6,33 @@ import json
 import logging
 import os
 import time
-import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 
 from async_rl.advice import advice_after
 from async_rl.alarms import Alarms
 from async_rl.buffer import TrajectoryGroup
+from async_rl.checkpoints import Disk, names
+from async_rl.checkpoints.differences import changed_settings
+from async_rl.checkpoints.lineage import write_lineage
+from async_rl.checkpoints.state import RunState, read_state
 from async_rl.config import Config
 from async_rl.console import Console
 from async_rl.coordinator.handle import CoordinatorProcess
+from async_rl.coordinator.resumed import Resumed
 from async_rl.evaluation import EvaluationResult
+from async_rl.learner.checkpointing import resolved_settings
 from async_rl.learner.evaluations import record_evaluation, write_samples
 from async_rl.learner.publisher import Publisher
+from async_rl.learner.start import Start
 from async_rl.metrics import Metrics, open_sinks
+from async_rl.metrics.sinks import LOST_METRICS, METRICS, Sink, cut_jsonl
+from async_rl.protocol import encode_value
 from async_rl.report import draw_report
 
 log = logging.getLogger(__name__)
@@ -34,22 +44,24 @@ POLL_S = 0.5
 class Lead:
     """Rank 0's own part; every method is called from the training thread."""
 
-    def __init__(self, config: Config, resolved_from: str, device: torch.device) -> None:
-        self.config = config
+    def __init__(self, config: Config, resolved_from: str, device: torch.device, start: Start) -> None:
+        self.config, self.resolved_from, self.from_start = config, resolved_from, start
         self.run_dir = Path(config.run.dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        self.run_id = uuid.uuid4().hex[:12]
-        self._write_config(resolved_from)
-        self.coordinator = CoordinatorProcess(config, self.run_id, notify=self._show)
+        self.run_id = start.lineage.run_id
+        state = None if start.checkpoint is None else read_state(Path(start.checkpoint))
+        resumed = None if state is None else Resumed(state.work, start.step, start.lineage.ancestors)
+        self.coordinator = CoordinatorProcess(config, self.run_id, self._show, resumed)
         self.console = Console(config)
+        self._show_start()
         for reason, number in self.coordinator.dropped.items():
             self.console.message(f"{number} problems are not used: {reason}")
         self.publisher = Publisher(config, self.run_id, device, config.transport.host)
         self.alarms = Alarms(config, on_cpu=device.type == "cpu")
-        self.sinks = open_sinks(config, self.run_dir)
+        self.sinks: list[Sink] = []
         self.last_values: dict[str, float] = {}
-        self.accuracies: list[tuple[int, float]] = []
-        self.evaluated = -1
+        self.accuracies: list[tuple[int, float]] = state.accuracies if state else []
+        self.evaluated = state.evaluated if state else -1
         """Newest version with a finished evaluation."""
         self._fresh_results: list[EvaluationResult] = []
         self._wait_s = 0.0
@@ -57,16 +69,32 @@ class Lead:
         self._step_started = time.monotonic()
         self._closed = False
 
-    def _write_config(self, resolved_from: str) -> None:
-        resolved = {"from": resolved_from, "run_id": self.run_id, "config": msgspec.to_builtins(self.config)}
-        (self.run_dir / "config.json").write_text(json.dumps(resolved, indent=2) + "\n")
+    def _show_start(self) -> None:
+        """What is resumed, what was passed over and why, and which settings differ."""
+        start = self.from_start
+        lines = [*start.notes]
+        if start.checkpoint is not None:
+            saved = msgspec.json.decode((Path(start.checkpoint) / names.CONFIG).read_bytes())["config"]
+            changed = changed_settings(saved, msgspec.to_builtins(self.config))
+            verb = "forked" if start.fork else "resumed"
+            lines += [f"{verb} from {start.checkpoint}: {start.step} steps are done", *self.coordinator.given_up]
+            lines += [f"changed since the checkpoint: {line}" for line in changed]
+        for line in lines:
+            self.console.message(line)
 
     def _show(self, text: str) -> None:
         """A line of the coordinator; none comes before `start`."""
         self.console.message(text)
 
     def start(self) -> None:
-        """Open the port; generators may come from now on."""
+        """Take over the run directory and open the port; generators may come from now on."""
+        write_lineage(self.run_dir, self.from_start.lineage, Disk())
+        (self.run_dir / names.CONFIG).write_bytes(resolved_settings(self.config, self.resolved_from, self.run_id))
+        # At the very beginning there is no line that could stay, not even one of step 0.
+        last = self.from_start.step if self.from_start.checkpoint is not None else -1
+        if lost := cut_jsonl(self.run_dir / METRICS, last):
+            self.console.message(f"{lost} lines of metrics beyond this run's beginning moved to {LOST_METRICS}")
+        self.sinks = open_sinks(self.config, self.run_dir, self.from_start.lineage.root)
         address = self.coordinator.start(self.publisher)
         (self.run_dir / "address").write_text(json.dumps(address) + "\n")
         self.console.message(f"learner {os.getpid()} listens on {address['learner']} (run {self.run_id})")
@@ -100,6 +128,24 @@ class Lead:
                 raise RuntimeError(f"{text}. Nothing was trained: see the first errors above")
             self.console.message(text)
         return groups
+
+    def work(self) -> bytes:
+        """Ledger and problems of this moment, for a checkpoint."""
+        return self.coordinator.snapshot_state()
+
+    def shared(self, step: int, work: bytes, updater: dict[str, Any], evaluation_begun: int) -> dict[str, bytes]:
+        """The files of a checkpoint that rank 0 writes: state and settings."""
+        self._take_evaluations()
+        state = RunState(
+            step=step,
+            work=np.frombuffer(work, np.uint8),
+            updater=updater,
+            accuracies=self.accuracies,
+            evaluated=self.evaluated,
+            evaluation_begun=evaluation_begun,
+        )
+        settings = resolved_settings(self.config, self.resolved_from, self.run_id)
+        return {names.STATE: encode_value(state), names.CONFIG: settings}
 
     def trained(self) -> None:
         """The batch in flight made the next version."""
@@ -186,8 +232,11 @@ class Lead:
 
     # --- the end ----------------------------------------------------------------------------
 
-    def finish(self, step: int, evaluate: bool, stop: Callable[[], bool] = lambda: False) -> None:
-        """Last publication and evaluation, given up when `stop` says so; then the fleet is told to stop."""
+    def finish(self, step: int, evaluate: bool, stop: Callable[[], bool] = lambda: False, dismiss: bool = True) -> None:
+        """Last publication and evaluation, given up when `stop` says so; then the fleet is told to stop.
+
+        Not `dismiss`: the run is pre-empted, and generators wait for it to be resumed.
+        """
         self.coordinator.wait_for_publication()
         if evaluate:
             self._await_evaluations(stop)
@@ -199,7 +248,7 @@ class Lead:
             final.last("step", step)
             final.last("policy_version", step)
             self._write(step, final)
-        self.coordinator.stop("the run is complete")
+        self.coordinator.stop("the run is complete", dismiss=dismiss)
 
     def _await_evaluations(self, stop: Callable[[], bool]) -> None:
         """Rounds under way end by themselves: they have a deadline."""

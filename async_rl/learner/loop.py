@@ -12,14 +12,19 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from async_rl.buffer import TrajectoryGroup
+from async_rl.checkpoints.names import CheckpointError
+from async_rl.checkpoints.state import read_state
 from async_rl.config import Config
 from async_rl.evaluation import is_due
+from async_rl.learner.checkpointing import Checkpoints
 from async_rl.learner.lead import Lead
 from async_rl.learner.model import Policy, load_policy
 from async_rl.learner.ranks import RankContext, agree, broadcast_bytes, init_ranks, spawn_ranks
+from async_rl.learner.start import Start, share_start
 from async_rl.learner.update import Updater
 from async_rl.metrics import Metrics
 from async_rl.protocol import decode_value, encode_value
@@ -37,10 +42,11 @@ def run_learner(config: Config, resolved_from: str) -> int:
     if config.learner.ranks > 1 and "WORLD_SIZE" not in os.environ:
         return spawn_ranks([sys.executable, "-m", "async_rl.cli", *sys.argv[1:]], config.learner.ranks)
     ctx = init_ranks(config)
-    lead = Lead(config, resolved_from, ctx.device) if ctx.rank == 0 else None
+    start = share_start(config, ctx)
+    lead = Lead(config, resolved_from, ctx.device, start) if ctx.rank == 0 else None
     try:
         policy = load_policy(config.model, config.learner, ctx)
-        Loop(config, ctx, policy, lead).run()
+        Loop(config, ctx, policy, lead, start).run()
     except BaseException:
         if lead is not None:
             lead.abort()
@@ -53,24 +59,28 @@ def run_learner(config: Config, resolved_from: str) -> int:
 class Loop:
     """Steps until the run is complete; `lead` is None on every rank but 0."""
 
-    def __init__(self, config: Config, ctx: RankContext, policy: Policy, lead: Lead | None) -> None:
+    def __init__(self, config: Config, ctx: RankContext, policy: Policy, lead: Lead | None, start: Start) -> None:
         self.config = config
         self.ctx = ctx
         self.policy = policy
         self.lead = lead
+        self.start = start
         self.updater = Updater(policy, config, ctx)
+        notify = log.info if lead is None else lead.console.message
+        self.checkpoints = Checkpoints(config, ctx, policy, self.updater, start, notify)
         self.wire_dtype = config.weights.wire_dtype or config.model.dtype
         self._evaluated = 0
-        self._published = 0
+        self._published = start.step
 
     def run(self) -> None:
-        """The whole run: version 0 is published and evaluated first, the last version is saved."""
+        """The whole run: the version it begins with is published and evaluated first, the last one is saved."""
         interrupted = _InterruptFlag()
         with interrupted:
+            step = self.start.step
+            evaluate = self._resume() and self.config.evaluation.every > 0
             if self.lead is not None:
                 self.lead.start()
-            self._publish(0, evaluate=self.config.evaluation.every > 0)
-            step = 0
+            self._publish(step, evaluate)
             while step < self.config.run.steps:
                 groups = self._next_batch(step + 1, interrupted)
                 if groups is None:
@@ -78,6 +88,17 @@ class Loop:
                 step += 1
                 self._step(step, groups)
             self._end(step, interrupted)
+
+    def _resume(self) -> bool:
+        """Take everything back from the checkpoint, if there is one; whether to evaluate the version it makes."""
+        if self.start.checkpoint is None:
+            return True
+        self.checkpoints.load(Path(self.start.checkpoint))
+        state = read_state(Path(self.start.checkpoint))
+        self.updater.restore(state.updater)
+        self._evaluated = state.evaluation_begun
+        # A round that was under way is lost; this version stands in for it.
+        return self._evaluation_due(self.start.step) or state.evaluated < state.evaluation_begun
 
     def _next_batch(self, step: int, interrupted: _InterruptFlag) -> tuple[TrajectoryGroup, ...] | None:
         if self.lead is None:
@@ -104,6 +125,9 @@ class Loop:
         train_s = time.monotonic() - started
         if self.lead is not None:
             self.lead.trained()
+        save = self.checkpoints.due(step)
+        # Before the new version is published, which lets the next tickets out.
+        work = self.lead.work() if self.lead is not None and save else b""
         publish_s = 0.0
         last = step == self.config.run.steps
         if step % self.config.staleness.publish_every == 0 or last:
@@ -111,7 +135,14 @@ class Loop:
         if self.lead is not None:
             metrics.last("time/train_s", train_s)
             metrics.last("time/publish_s", publish_s)
+            self.checkpoints.record(metrics)
             self.lead.report(step, metrics)
+        if save:
+            self._save(step, work)
+
+    def _save(self, step: int, work: bytes) -> None:
+        shared = None if self.lead is None else self.lead.shared(step, work, self.updater.state(), self._evaluated)
+        self.checkpoints.save(step, shared)
 
     def _evaluation_due(self, version: int) -> bool:
         due = is_due(self.config.evaluation.every, version, self._evaluated)
@@ -133,6 +164,9 @@ class Loop:
 
     def _end(self, step: int, interrupted: _InterruptFlag) -> None:
         # First of all: no wait for generators, however it ends, may cost what was learned.
+        if self.checkpoints.enabled and self.checkpoints.last_step < step:
+            self._save(step, b"" if self.lead is None else self.lead.work())
+        self.checkpoints.close()
         if self.config.run.save_model and step > 0:
             self.policy.save_pretrained(f"{self.config.run.dir}/model")
         # A signal may have reached one rank and not yet another; what follows is collective.
@@ -141,9 +175,12 @@ class Loop:
             self._publish(step, evaluate=False)
         if self.lead is None:
             return  # Rank 0 alone says how the run ended: an exit code here would have it stopped while it writes.
-        self.lead.finish(step, evaluate, interrupted.is_set)
+        preempted = interrupted.number == signal.SIGTERM and self.checkpoints.enabled
+        self.lead.finish(step, evaluate, interrupted.is_set, dismiss=not preempted)
         self.lead.close()
-        if interrupted.is_set():
+        if self.checkpoints.error is not None:
+            raise CheckpointError(f"step {step} is not saved: {self.checkpoints.error}")
+        if interrupted.is_set() and not preempted:
             raise KeyboardInterrupt
 
 
@@ -152,6 +189,8 @@ class _InterruptFlag:
 
     def __init__(self) -> None:
         self._set = False
+        self.number: int | None = None
+        """The first signal."""
         self._before: dict[int, Any] = {}
 
     def is_set(self) -> bool:
@@ -160,7 +199,7 @@ class _InterruptFlag:
     def _on_signal(self, number: int, frame: Any) -> None:
         if self._set:
             raise KeyboardInterrupt
-        self._set = True
+        self._set, self.number = True, number
         log.warning("%s: stopping after the step under way (again to stop at once)", signal.Signals(number).name)
 
     def __enter__(self) -> _InterruptFlag:

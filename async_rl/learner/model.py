@@ -116,13 +116,18 @@ class Policy:
             return
         directory.mkdir(parents=True, exist_ok=True)
         for file in self.source.iterdir():
-            if file.is_file() and not any(file.match(pattern) for pattern in WEIGHT_FILES):
+            if file.is_file() and not is_weight_file(file):
                 shutil.copyfile(file, directory / file.name)
         self.model.save_pretrained(directory, state_dict=weights)
         # save_pretrained writes the type of the parameters in memory, which is always float32.
         settings = copy.deepcopy(self.model.config)
         settings.dtype = DTYPES[self.dtype]
         settings.save_pretrained(directory)
+
+
+def is_weight_file(file: Path) -> bool:
+    """Whether a file of a model's folder holds weights, by its name."""
+    return any(file.match(pattern) for pattern in WEIGHT_FILES)
 
 
 def load_policy(config: ModelConfig, learner: LearnerConfig, ctx: RankContext) -> Policy:

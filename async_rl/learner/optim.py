@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -108,15 +107,6 @@ class Optimizer:
                 f"learner.max_nonfinite_updates = {limit}); the weights are those of the last finite update. Lower "
                 f"learner.lr = {self.config.lr:g}, set learner.max_grad_norm, or use model.dtype = 'float32'"
             )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Moments (sharded like their parameters) and the skip counter."""
-        return {"adamw": self.adamw.state_dict(), "skipped_in_row": self.skipped_in_row}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
-        self.adamw.load_state_dict(state["adamw"])
-        self.skipped_in_row = state["skipped_in_row"]
 
 
 def _global_norm(gradients: list[torch.Tensor]) -> float:

@@ -150,6 +150,16 @@ _TIME = (
     Row("time/pause_s", "max", "s",
         "Longest time that an engine stood still for an update.",
         "Long: generator.running_requests = 'keep', or raise staleness.publish_every."),
+    Row("time/checkpoint_s", "sum", "s",
+        "The learner held by checkpoints since the line before: waiting for the last one, copying, and all of it "
+        "where checkpoint.background is false.",
+        "Long: raise checkpoint.every, or write to a faster disk."),
+    Row("checkpoint/write_s", "last", "s", "Writing the last checkpoint that was completed."),
+    Row("checkpoint/bytes", "last", "bytes", "Size of the last checkpoint that was completed."),
+    Row("checkpoint/step", "last", "step", "Step of the last checkpoint that was completed."),
+    Row("checkpoint/failed", "sum", "checkpoints",
+        "Checkpoints that could not be written; training goes on, and a crash goes back to the last complete one.",
+        "Above 0: the first error is on the console; a full disk, most often."),
     Row("time/publication_s", "last", "s", "From the start of a publication until every generator sampled with it."),
 )
 

@@ -20,6 +20,9 @@ from async_rl.config.schema import Config
 log = logging.getLogger(__name__)
 
 
+METRICS, LOST_METRICS = "metrics.jsonl", "metrics.lost.jsonl"
+
+
 class Sink(Protocol):
     """Takes the numbers of one step."""
 
@@ -43,16 +46,42 @@ class JsonlSink:
         self._file.close()
 
 
-class WandbSink:
-    """Weights & Biases, online or offline (files under <run_dir>/wandb)."""
+def cut_jsonl(path: Path, step: int) -> int:
+    """Move the lines after `step` to metrics.lost.jsonl beside it: their steps are made again. Returns how many.
 
-    def __init__(self, config: Config, run_dir: Path) -> None:
+    A last line that a killed process left unfinished is dropped.
+    """
+    if not path.exists():
+        return 0
+    kept: list[bytes] = []
+    lost: list[bytes] = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            of_step = json.loads(line)["step"]
+        except ValueError:
+            continue
+        (kept if of_step <= step else lost).append(line)
+    if lost:
+        with path.with_name(LOST_METRICS).open("ab") as file:
+            file.writelines(lost)
+    draft = path.with_name(f"{path.name}.tmp")
+    draft.write_bytes(b"".join(kept))
+    draft.replace(path)
+    return len(lost)
+
+
+class WandbSink:
+    """Weights & Biases, online or offline (files under <run_dir>/wandb); a resumed run goes on under the same id."""
+
+    def __init__(self, config: Config, run_dir: Path, run_id: str) -> None:
         import wandb
 
         assert config.metrics.wandb != "off"
         self._run = wandb.init(
             project=config.metrics.wandb_project,
             name=config.run.name,
+            id=run_id,
+            resume="allow",
             dir=str(run_dir),
             mode=config.metrics.wandb,
             config=msgspec.to_builtins(config),
@@ -108,11 +137,11 @@ class OptionalSink:
             return None
 
 
-def open_sinks(config: Config, run_dir: Path) -> list[Sink]:
-    """The sinks of a run; metrics.jsonl is the first."""
-    sinks: list[Sink] = [JsonlSink(run_dir / "metrics.jsonl")]
+def open_sinks(config: Config, run_dir: Path, run_id: str) -> list[Sink]:
+    """The sinks of a run, metrics.jsonl first; trackers know it by `run_id`, which a resumed run keeps."""
+    sinks: list[Sink] = [JsonlSink(run_dir / METRICS)]
     if config.metrics.wandb != "off":
-        sinks.append(OptionalSink("Weights & Biases", lambda: WandbSink(config, run_dir)))
+        sinks.append(OptionalSink("Weights & Biases", lambda: WandbSink(config, run_dir, run_id)))
     if config.metrics.tensorboard:
         sinks.append(OptionalSink("TensorBoard", lambda: TensorBoardSink(run_dir)))
     return sinks

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from async_rl.learner.ranks import RankContext, agree, broadcast_bytes, init_ranks
 from tests.learner.helpers import make_config, make_groups
+from tests.learner.resumed import train_on
 
 if TYPE_CHECKING:
     from async_rl.learner.batch import PreparedBatch
@@ -79,6 +80,9 @@ def main() -> None:
     match job["task"]:
         case "train":
             result: Any = {name: train(run, ctx, out / name) for name, run in job["runs"].items()}
+        case "resume":
+            config = make_config(job["model"], **job["sections"])
+            result = train_on(config, ctx, job["last"])[0]
         case "talk":
             text = broadcast_bytes(b"\x00batch" * 1000 if rank == 0 else None)
             result = [len(text), text[:6].hex(), broadcast_bytes(b"" if rank == 0 else None).hex()]

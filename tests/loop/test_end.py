@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from async_rl.checkpoints import CheckpointError
 from async_rl.learner import loop
 from async_rl.learner.ranks import RankContext
 from tests.loop.rig import make_config
@@ -28,8 +30,17 @@ class Ends:
     def publish(self, version: int, stream: Any, evaluate: bool) -> None:
         self.done.append(f"publish {version}")
 
-    def finish(self, step: int, evaluate: bool, stop: Any) -> None:
-        self.done.append(f"finish {step} {evaluate}")
+    def work(self) -> bytes:
+        return b"work"
+
+    def shared(self, step: int, work: bytes, updater: Any, evaluation_begun: int) -> dict[str, bytes]:
+        return {"state": work}
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def finish(self, step: int, evaluate: bool, stop: Any, dismiss: bool = True) -> None:
+        self.done.append(f"finish {step} {evaluate}{'' if dismiss else ', to be resumed'}")
         if self.failure is not None:
             raise self.failure
 
@@ -37,8 +48,29 @@ class Ends:
         self.done.append("close")
 
 
+class Saves:
+    """Stands in for the checkpoints of a rank; the last one was of step 2."""
+
+    def __init__(self, parts: Ends, enabled: bool, error: CheckpointError | None = None) -> None:
+        self.parts, self.enabled, self.last_step, self.error = parts, enabled, 2, error
+
+    def save(self, step: int, shared: dict[str, bytes] | None) -> None:
+        self.parts.done.append(f"checkpoint {step} {sorted(shared or ())}")
+
+    def close(self) -> None:
+        pass
+
+
 def end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: Ends, *, rank: int = 0, interrupted: bool = False
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    parts: Ends,
+    *,
+    rank: int = 0,
+    interrupted: bool = False,
+    number: int | None = None,
+    checkpoints: bool = False,
+    error: CheckpointError | None = None,
 ) -> None:
     """The end of a run after step 3, of which version 2 was the last to be published."""
     monkeypatch.setattr(loop, "agree", lambda ok: ok)
@@ -47,8 +79,9 @@ def end(
     run.config, run.ctx, run.policy = config, RankContext(rank, 2, "cpu"), parts  # type: ignore[assignment, arg-type]
     run.lead, run.wire_dtype = parts if rank == 0 else None, "float32"  # type: ignore[assignment]
     run._evaluated = run._published = 2
+    run.updater, run.checkpoints = parts, Saves(parts, checkpoints, error)  # type: ignore[assignment]
     flag = loop._InterruptFlag()
-    flag._set = interrupted
+    flag._set, flag.number = interrupted, number
     run._end(3, flag)
 
 
@@ -77,3 +110,29 @@ def test_other_ranks_end_without_an_error_when_interrupted(tmp_path: Path, monke
     parts = Ends()
     end(tmp_path, monkeypatch, parts, rank=1, interrupted=True)
     assert parts.done == ["save"]
+
+
+def test_the_checkpoint_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = Ends()
+    end(tmp_path, monkeypatch, parts, checkpoints=True)
+    assert parts.done == ["checkpoint 3 ['state']", "save", "publish 3", "finish 3 True", "close"]
+
+
+def test_sigterm_saves_leaves_the_fleet_waiting_and_ends_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = Ends()
+    end(tmp_path, monkeypatch, parts, interrupted=True, number=signal.SIGTERM, checkpoints=True)
+    assert parts.done == ["checkpoint 3 ['state']", "save", "finish 3 False, to be resumed", "close"]
+
+
+def test_ctrl_c_saves_dismisses_the_fleet_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = Ends()
+    with pytest.raises(KeyboardInterrupt):
+        end(tmp_path, monkeypatch, parts, interrupted=True, number=signal.SIGINT, checkpoints=True)
+    assert parts.done == ["checkpoint 3 ['state']", "save", "finish 3 False", "close"]
+
+
+def test_a_last_checkpoint_that_failed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = Ends()
+    with pytest.raises(CheckpointError, match=r"step 3 is not saved: disk full"):
+        end(tmp_path, monkeypatch, parts, checkpoints=True, error=CheckpointError("disk full"))
+    assert parts.done[-1] == "close", "the fleet is told and the files are closed first"

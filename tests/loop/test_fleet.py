@@ -10,7 +10,7 @@ import pytest
 from async_rl.config import ConfigError
 from async_rl.coordinator import StallError
 from async_rl.engines.simulated import SimulatedEngine
-from async_rl.protocol import Hello, LeaseKey, Refused
+from async_rl.protocol import PROTOCOL_VERSION, Hello, LeaseKey, Refused
 from async_rl.transport import Client
 from tests.loop.rig import Learner, Scorer, fleet, make_config, problem
 
@@ -152,7 +152,7 @@ async def test_another_protocol_version_is_refused_with_both_numbers(tmp_path: P
     await client.send(Hello(protocol=99, engine="simulated", host="h", pid=1, **hello))  # type: ignore[arg-type]
     answer = await client.receive(10.0)
     assert isinstance(answer, Refused) and not answer.retry
-    assert "it speaks protocol 99, this learner 1" in answer.reason
+    assert f"it speaks protocol 99, this learner {PROTOCOL_VERSION}" in answer.reason
     client.close()
     with pytest.raises(StallError):
         await learner.done()

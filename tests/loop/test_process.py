@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import psutil
 import pytest
 
@@ -22,6 +23,7 @@ from async_rl.config import Config, ConfigError
 from async_rl.coordinator import CoordinatorEnded, StallError
 from async_rl.coordinator.calls import GetStatus
 from async_rl.coordinator.handle import CoordinatorProcess
+from async_rl.coordinator.resumed import Resumed
 from async_rl.envs.base import build_environment
 from async_rl.envs.tokenize import load_tokenizer
 from async_rl.transport import Client, TransportError
@@ -66,12 +68,12 @@ def start() -> Iterator[Start]:
 class ProcessLearner(Learner):
     """The learner of the rig with its coordinator in a process."""
 
-    def __init__(self, config: Config, begin: Start, restore: bytes | None = None) -> None:
-        self._begin, self._restore = begin, restore
+    def __init__(self, config: Config, begin: Start, resumed: Resumed | None = None) -> None:
+        self._begin, self._resumed = begin, resumed
         super().__init__(config)
 
     def make_coordinator(self, draw: Any) -> Any:
-        self.process = self._begin(self.config, self.notes.append, restore=self._restore)
+        self.process = self._begin(self.config, self.notes.append, resumed=self._resumed)
         return self.process
 
     def start(self, port: int | None = None) -> str:
@@ -197,9 +199,9 @@ async def test_a_second_process_continues_from_a_state(config: Callable[..., Con
         before = await asyncio.to_thread(take_batches, first.process, 3)
         request = first.process.request_batch()
         await asyncio.to_thread(request.wait, 60.0)
-        state = first.process.snapshot_state()
+        resumed = Resumed(np.frombuffer(first.process.snapshot_state(), np.uint8), version=3)
     first.process.stop("it is continued elsewhere")
-    second = ProcessLearner(config(run={"steps": 1000}), start, restore=state)
+    second = ProcessLearner(config(run={"steps": 1000}), start, resumed=resumed)
     address = second.process.start(NoTransfer())["learner"]
     second.process.publish(manifest("run-1", 3), evaluate=False)
     async with fleet(second.config, address, "g0"):
@@ -208,7 +210,7 @@ async def test_a_second_process_continues_from_a_state(config: Callable[..., Con
     check_order(before + after, second.config)
     second.process.stop("done")
     with pytest.raises(ConfigError, match=r"the checkpoint's problems .* are not those of this configuration"):
-        start(config(run={"steps": 1000, "seed": 7}), restore=state)
+        start(config(run={"steps": 1000, "seed": 7}), resumed=resumed)
 
 
 def check_order(trained: list[tuple[int, str]], config: Config) -> None:

@@ -1,0 +1,164 @@
+"""The same command again after a crash: nothing is lost, nothing is trained twice, and the numbers are the same."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from async_rl.checkpoints import names
+from async_rl.checkpoints.find import choose_checkpoint, complete, find_named
+from async_rl.checkpoints.tensors import read_tensors, stored_tensors
+from async_rl.cli import run as cli
+from tests.e2e.conftest import Run
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+SYNCHRONOUS = ("staleness.max_staleness=0", "evaluation.every=0", "generator.slots=1", "learner.decay=cosine")
+"""One slot: the engine computes one row at a time, whatever else is waiting, and so the same bits."""
+
+
+def newest(run_dir: Path) -> int:
+    """Step of the newest complete checkpoint; 0 without any."""
+    return max((found.step for found in complete(run_dir, None)), default=0)
+
+
+def tensors_at(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    folder = find_named(f"{run_dir}@{step}").path / names.TENSORS
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in stored_tensors(folder).items()}
+    read_tensors(tensors, folder, None)
+    return tensors
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait(30)
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if "loss/policy" in row]
+
+
+def test_twenty_steps_equal_ten_and_a_kill_and_ten(run: Run) -> None:
+    straight, broken = run.folder / "straight", run.folder / "broken"
+    common = (*SYNCHRONOUS, "run.steps=20", "checkpoint.every=10")
+    run.wait(run.start("train", str(run.config), *common, f"run.dir={straight}"))
+    learner = run.learner(*common, f"run.dir={broken}")
+    generator = run.generator("g0", *common)
+    run.until(lambda: newest(broken) >= 10)
+    kill(learner)
+    kill(generator)
+    resumed = run.learner(*common, f"run.dir={broken}")
+    run.generator("g0", *common)
+    run.wait(resumed)
+    assert "resumed from" in run.output() and "10 steps are done" in run.output()
+    keys = ("loss/policy", "optimizer/lr", "optimizer/grad_norm", "reward/mean", "ledger/issued", "ledger/trained")
+    assert [{key: row[key] for key in ("step", *keys)} for row in rows(broken)] == [
+        {key: row[key] for key in ("step", *keys)} for row in rows(straight)
+    ]
+    assert [row["step"] for row in rows(broken)] == list(range(1, 21))
+    expected, found = tensors_at(straight, 20), tensors_at(broken, 20)
+    assert expected.keys() == found.keys()
+    assert [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])] == []
+    before = tensors_at(broken, 10)
+    assert all(not torch.equal(before[name], found[name]) for name in before if name.startswith("model.")), "trained"
+
+
+def start_recorded(run: Run, *overrides: str) -> subprocess.Popen[str]:
+    """A learner that writes what it trains to trained.jsonl."""
+    log = (run.folder / f"process-{len(run.processes)}.log").open("w")
+    argv = [sys.executable, "-m", "tests.e2e.recording_learner", str(run.folder / "trained.jsonl")]
+    process = run.spawn([*argv, "learner", str(run.config), *overrides], stdout=log, stderr=log)
+    run.processes.append(process)
+    return process
+
+
+def trained(run: Run) -> list[dict[str, Any]]:
+    """What counts of the record: of a step that was made again only the last time."""
+    lines = [json.loads(line) for line in (run.folder / "trained.jsonl").read_text().splitlines()]
+    runs = list(dict.fromkeys((line["run"], line["from"]) for line in lines))
+    last = {run: min((start for _, start in runs[i + 1 :]), default=sys.maxsize) for i, (run, _) in enumerate(runs)}
+    return [line for line in lines if line["step"] <= last[line["run"]]]
+
+
+def trained_so_far(run: Run) -> int:
+    path = run.folder / "trained.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.long)])
+def test_a_learner_killed_at_random_moments_trains_every_problem_once(run: Run, kills: int) -> None:
+    steps = 4 * kills + 8
+    overrides = (f"run.steps={steps}", "checkpoint.every=1", "checkpoint.keep_last=2", "evaluation.every=0")
+    generators = [run.generator(name, *overrides) for name in ("g0", "g1")]
+    rng = random.Random(7)
+    for _ in range(kills):
+        learner, before = start_recorded(run, *overrides), trained_so_far(run)
+        run.until(lambda before=before: trained_so_far(run) > before and newest(run.folder / "run") > 0)
+        try:
+            learner.wait(rng.uniform(0.0, 1.5))
+        except subprocess.TimeoutExpired:
+            kill(learner)
+        assert learner.returncode in (0, -signal.SIGKILL), run.output()
+    run.wait(start_recorded(run, *overrides))
+    for generator in generators:
+        run.wait(generator)
+    counted = trained(run)
+    tickets = [line["ticket"] for line in counted]
+    assert [line["step"] for line in counted] == [step for step in range(1, steps + 1) for _ in range(4)]
+    assert len(set(tickets)) == len(tickets), "no ticket is trained twice"
+    last = rows(run.folder / "run")[-1]
+    assert last["ledger/trained"] == steps * 4 == len(tickets)
+    assert last["ledger/dropped"] == 0 and last["ledger/issued"] == steps * 4
+    assert sorted(tickets) == list(range(steps * 4)), "and none is lost"
+    # Which problem a ticket is was decided by the seed alone, whoever drew it.
+    assert len({line["problem"] for line in counted}) == 40 and Counter(
+        line["problem"] for line in counted
+    ).most_common(1)[0][1] <= -(-steps * 4 // 40)
+    assert [row["step"] for row in rows(run.folder / "run")] == list(range(1, steps + 1))
+    assert "is another run" not in run.output(), "generators kept their work"
+
+
+def test_sigterm_saves_and_a_generator_waits_for_the_learner_to_come_back(run: Run, capsys: Any) -> None:
+    overrides = ("run.steps=12", "checkpoint.every=0", "checkpoint.every_s=1000", "evaluation.every=0")
+    generator = run.generator("g0", *overrides)
+    learner = run.learner(*overrides)
+    run.until(lambda: len(run.metrics()) >= 3)
+    learner.send_signal(signal.SIGTERM)
+    run.wait(learner)
+    choice = choose_checkpoint(run.folder / "run")
+    assert choice.checkpoint is not None and 3 <= choice.checkpoint.step < 12
+    assert choice.checkpoint.step == max(row["step"] for row in run.metrics())
+    assert cli(["inspect", str(run.folder / "run")]) == 0
+    assert f"step {choice.checkpoint.step}: " in capsys.readouterr().out
+    run.wait(run.learner(*overrides))
+    run.wait(generator)
+    assert newest(run.folder / "run") == 12
+    assert cli(["export", f"{run.folder / 'run'}@12", str(run.folder / "out")]) == 0
+    assert (run.folder / "out" / "model.safetensors").stat().st_size > 10_000
+
+
+def test_a_fork_goes_on_in_another_folder_and_a_step_back_is_made_again(run: Run) -> None:
+    first, fork = run.folder / "run", run.folder / "fork"
+    common = (*SYNCHRONOUS, "learner.decay=constant", "checkpoint.every=2", "checkpoint.keep_last=9")
+    run.wait(run.start("train", str(run.config), *common, "run.steps=4"))
+    run.wait(run.start("train", str(run.config), *common, "run.steps=6", f"run.dir={fork}", f"run.fork_from={first}@2"))
+    assert [found.step for found in complete(fork, None)] == [6, 4]
+    assert newest(first) == 4, "the run forked from is left alone"
+    run.wait(run.start("train", str(run.config), *common, "run.steps=6", "run.resume=2"))
+    assert sorted(path.name for path in names.folder_of(first).iterdir() if path.name.startswith("step-00000004")) != [
+        "step-00000004"
+    ], "the abandoned step 4 is set aside"
+    expected, found = tensors_at(fork, 6), tensors_at(first, 6)
+    assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
+    assert [row["step"] for row in rows(first)] == list(range(1, 7))
+    assert [row["step"] for row in map(json.loads, (first / "metrics.lost.jsonl").read_text().splitlines())] == [3, 4]
