@@ -315,17 +315,16 @@ class Generator:
     def _change_run(self, message: p.Welcome) -> None:
         """Another learner answers: keep what belongs to the run that it continues, if it continues ours."""
         last = -1 if self.run_id is None else message.ancestors.get(self.run_id, -1)
-        if self.run_id is not None and last < 0:
-            self._discard(-1, f"run {message.run_id} is another run")
-        elif self.run_id is not None and (self.engine.policy_version or 0) > last:
-            # The learner resumed from before the version loaded here: that future no longer exists.
-            self._discard(last, f"the learner went back to version {last}")
+        if self.run_id is not None:
+            # The learner may have resumed from before the version loaded here: that future no longer exists.
+            went_back = f"the learner went back to version {last}"
+            self._discard(last, went_back if last >= 0 else f"run {message.run_id} is another run")
         self.run_id, self._shared_version = message.run_id, last
         for key, finished in self.unacknowledged.items():
             self.unacknowledged[key] = msgspec.structs.replace(finished, run_id=message.run_id)
 
     def _discard(self, last: int, why: str) -> None:
-        """Throw away finished work that a version after `last` took part in, and all that is running."""
+        """Throw away work that a version after `last` took part in, or takes part in while it is running."""
         lost = [
             key
             for key, finished in self.unacknowledged.items()
@@ -333,7 +332,7 @@ class Generator:
         ]
         for key in lost:
             del self.unacknowledged[key]
-        running = list(self.work)
+        running = list(self.work) if last < 0 or (self.engine.policy_version or 0) > last else []
         for key in running:
             self._drop(key)
         if lost or running:

@@ -170,9 +170,14 @@ def started(spawn: Spawn, folder: Path, learner: str, generator: str, stop_s: fl
     return process
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_stops_all_cleanly(spawn: Spawn, tmp_path: Path, number: int, code: int) -> None:
-    process = started(spawn, tmp_path, PATIENT, PATIENT, PATIENCE_S)
+@pytest.mark.parametrize(
+    ("number", "learner", "code"),
+    [(signal.SIGINT, 0, 130), (signal.SIGTERM, 0, 0), (signal.SIGTERM, 130, 143)],
+    ids=["ctrl_c", "saved", "not_saved"],
+)
+def test_a_signal_stops_all_cleanly(spawn: Spawn, tmp_path: Path, number: int, learner: int, code: int) -> None:
+    """SIGTERM is a success when the learner says that everything is saved."""
+    process = started(spawn, tmp_path, PATIENT.replace("exit(0)", f"exit({learner})"), PATIENT, PATIENCE_S)
     process.send_signal(number)
     _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == code, errors

@@ -39,6 +39,8 @@ class Deadlines:
 
     stop_s: float = 30.0
     """After SIGTERM, before SIGKILL."""
+    save_s: float = 600.0
+    """The same for the learner, which ends its step and saves it first; a second signal kills it at once."""
     leave_s: float = 15.0
     """For generators to end by themselves once the learner has ended well."""
     first_restart_s: float = 1.0
@@ -108,14 +110,18 @@ class Supervisor:
     _shown: bool = field(default=False, init=False)
 
     def run(self) -> int:
-        """Supervise until the run ends; returns the exit code of what ended it (128 + N for signal N)."""
+        """Supervise until the run ends; returns the exit code of what ended it.
+
+        That is 128 + N for signal N, but 0 for a SIGTERM after which the learner ended well: what it did is saved.
+        """
         with self._catch_signals(), self._guarded():
             try:
                 for child in (self.learner, *self.generators):
                     self._start(child)
-                return self._supervise()
+                code = self._supervise()
             finally:
-                self._stop_all()
+                saved = self._stop_all() == 0
+        return 0 if code == 128 + signal.SIGTERM and self._signals and saved else code
 
     def _supervise(self) -> int:
         while not self._signals:
@@ -183,18 +189,30 @@ class Supervisor:
         guard.end_groups([group], self.deadlines.orphan_s)
         self._tell_guard(-group)
 
-    def _stop_all(self) -> None:
-        """SIGTERM to each process, SIGKILL after the deadline or at a second signal; their groups are empty then."""
+    def _stop_all(self) -> int | None:
+        """SIGTERM to each process, SIGKILL after the deadline or at a second signal; their groups are empty then.
+
+        Returns how the learner ended; None when it had ended before, or was killed.
+        """
         children = [child for child in (self.learner, *self.generators) if child.process is not None]
         for child in children:
             assert child.process is not None
             if child.running:
                 child.process.send_signal(signal.SIGTERM)
+        started, signals = time.monotonic(), len(self._signals)
         self._wait_for(children, self.deadlines.stop_s)
-        for child in children:
+        code = None
+        for child in reversed(children):  # The learner is the first, and may take longest.
+            limit = self.deadlines.stop_s
+            if child is self.learner:
+                if len(self._signals) == signals:
+                    limit = max(limit, self.deadlines.save_s)
+                    self._wait_for([child], limit - (time.monotonic() - started))
+                code = None if child.running else _exit_code(child)
             if child.running:
-                _say(f"{child.name} did not stop within {self.deadlines.stop_s:g} s after SIGTERM; killing it")
+                _say(f"{child.name} did not stop within {limit:g} s after SIGTERM; killing it")
             self._ended_or_killed(child)
+        return code
 
     def _ended_or_killed(self, child: Child) -> None:
         process = child.process

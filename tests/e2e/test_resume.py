@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import subprocess
@@ -24,6 +25,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SYNCHRONOUS = ("staleness.max_staleness=0", "evaluation.every=0", "generator.slots=1", "learner.decay=cosine")
 """One slot: the engine computes one row at a time, whatever else is waiting, and so the same bits."""
+
+
+LONG = pytest.mark.skipif("ASYNC_RL_LONG" not in os.environ, reason="ten minutes: set ASYNC_RL_LONG=1")
 
 
 def newest(run_dir: Path) -> int:
@@ -95,7 +99,7 @@ def trained_so_far(run: Run) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=LONG)])
 def test_a_learner_killed_at_random_moments_trains_every_problem_once(run: Run, kills: int) -> None:
     steps = 4 * kills + 8
     overrides = (f"run.steps={steps}", "checkpoint.every=1", "checkpoint.keep_last=2", "evaluation.every=0")
@@ -145,6 +149,17 @@ def test_sigterm_saves_and_a_generator_waits_for_the_learner_to_come_back(run: R
     assert newest(run.folder / "run") == 12
     assert cli(["export", f"{run.folder / 'run'}@12", str(run.folder / "out")]) == 0
     assert (run.folder / "out" / "model.safetensors").stat().st_size > 10_000
+
+
+def test_two_ranks_save_beside_training_and_one_goes_on(run: Run) -> None:
+    common = ("checkpoint.every=1", "evaluation.every=0", "run.save_model=false")
+    run.wait(run.start("train", str(run.config), *common, "run.steps=3", "learner.ranks=2"))
+    path = find_named(f"{run.folder / 'run'}@3").path
+    assert sorted(file.name for file in path.glob("rank-*.bin")) == ["rank-00000.bin", "rank-00001.bin"]
+    assert len(list((path / names.TENSORS).glob("__*.distcp"))) == 2, "each rank wrote its shards"
+    run.wait(run.start("train", str(run.config), *common, "run.steps=5"))
+    assert [row["step"] for row in rows(run.folder / "run")] == [1, 2, 3, 4, 5]
+    assert [row["optimizer/updates"] for row in rows(run.folder / "run")] == [1] * 5
 
 
 def test_a_fork_goes_on_in_another_folder_and_a_step_back_is_made_again(run: Run) -> None:
