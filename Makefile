@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
 PIP_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart real gsm8k test mutate lint format docs clean
+.PHONY: help setup quickstart real gsm8k test chaos mutate lint format docs clean
 
 help: ## Show this list.
 	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -28,6 +28,9 @@ gsm8k: setup ## Evaluate SmolLM2-135M on 100 GSM8K problems with the math reward
 
 test: setup ## Run all tests, fast and slow.
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+chaos: setup ## Kill, stop, cut off, add and remove generators while a run trains; then check the account (under twenty minutes).
+	$(BIN)/python -m benchmarks.chaos
 
 mutate: setup ## Break the formulas one by one and see that the tests notice (tens of minutes).
 	$(BIN)/python -m tests.mutate

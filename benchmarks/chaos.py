@@ -1,0 +1,308 @@
+"""Generators are killed, stopped, cut off, added and removed at random while a run trains; then the account is checked.
+
+    python -m benchmarks.chaos --output benchmarks/results/chaos.json
+
+First an undisturbed run with two generators, then one with the same settings and seed in which, every few seconds, a
+seeded choice of an event befalls one generator. Learner, generators and weights are real processes, engines are `hf`
+with the policy of the quickstart, and every generator reaches the learner's port through a proxy that can be cut. What
+must hold at the end: the conservation law after every step, no token in the loss older than the bound, the goodbye of
+every process, and a final accuracy within the noise of the undisturbed run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from async_rl.addresses import free_port
+from async_rl.config import load_config
+from async_rl.launch import guard
+from async_rl.recipes.quickstart import CONFIGS
+from async_rl.recipes.tiny_model import build
+from async_rl.status import fetch_status
+from benchmarks.common import add_result_arguments, check_clean, result_file
+from tests.e2e.proxy import Proxy
+
+POLL_S = 0.1
+HEARTBEAT_TIMEOUT_S = 5.0
+WEIGHTS_DEADLINE_S = 15.0
+START_S = 120.0
+"""Deadline of a start: of the learner's address, and of a generator's first lease."""
+EVENTS = ("kill", "stop", "cut", "reset", "add", "leave")
+MOST_GENERATORS = 4
+
+
+@dataclass
+class Peer:
+    """One generator process behind its own proxy."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    proxy: Proxy
+    started: float
+    mend_at: float | None = None
+    """When a stopped or cut one goes on."""
+    trouble: str = ""
+
+    def mend(self) -> None:
+        """End what `stop` and `cut` began."""
+        self.mend_at, self.trouble = None, ""
+        self.proxy.mend()
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+
+
+@dataclass
+class Waits:
+    """Recoveries that are waited for: what, since when, and how to see in a status that it is there."""
+
+    open: list[tuple[str, float, Callable[[dict[str, Any]], bool]]] = field(default_factory=list)
+    seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def begin(self, what: str, seen: Callable[[dict[str, Any]], bool]) -> None:
+        self.open.append((what, time.monotonic(), seen))
+
+    def look(self, status: dict[str, Any]) -> None:
+        now = time.monotonic()
+        for what, since, seen in list(self.open):
+            if seen(status):
+                self.seconds[what].append(now - since)
+                self.open.remove((what, since, seen))
+
+
+class Trial:
+    """One run: a learner, a fleet, and (with `rng`) trouble."""
+
+    def __init__(self, folder: Path, steps: int, rng: random.Random | None) -> None:
+        self.folder, self.rng = folder, rng
+        port = free_port()
+        self.settings = [
+            str(CONFIGS / "quickstart.toml"), f"run.dir={folder / 'run'}", f"run.steps={steps}", "run.seed=1",
+            "run.stop_at_accuracy=none", "run.save_model=false", "metrics.console=plain", f"transport.port={port}",
+            "generator.engine.type=hf", "generator.slots=64", "generator.threads=1", "learner.threads=1",
+            "evaluation.every=20", "transport.heartbeat_s=0.5", f"transport.heartbeat_timeout_s={HEARTBEAT_TIMEOUT_S}",
+            f"weights.deadline_s={WEIGHTS_DEADLINE_S}",
+            f"transport.connect_timeout_s={START_S / 2}",
+        ]  # fmt: skip
+        self.target = f"127.0.0.1:{port}"
+        self.peers: dict[str, Peer] = {}
+        self.waits = Waits()
+        self.events: list[dict[str, Any]] = []
+        self.num_started = 0
+        self.killed: set[str] = set()
+        self.began = time.monotonic()
+
+    # --- processes ------------------------------------------------------------------------------
+
+    def _spawn(self, name: str, *words: str) -> subprocess.Popen[bytes]:
+        with (self.folder / f"{name}.log").open("ab") as log:
+            argv = [sys.executable, "-m", "async_rl.cli", *words]
+            return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+
+    def start_generator(self) -> Peer:
+        """A further generator; its first lease is waited for."""
+        self.num_started += 1
+        name, proxy = f"g{self.num_started}", Proxy(self.target)
+        words = ("generator", *self.settings, "--name", name, "--learner", proxy.address)
+        peer = self.peers[name] = Peer(name, self._spawn(name, *words), proxy, time.monotonic())
+        self.waits.begin("start to first lease", lambda status: _member(status, name).get("outstanding", 0) > 0)
+        return peer
+
+    @contextmanager
+    def processes(self) -> Iterator[subprocess.Popen[bytes]]:
+        """Learner and first generators; whatever happens, nothing of them is left."""
+        learner = self._spawn("learner", "learner", *self.settings)
+        groups = [learner.pid]
+        try:
+            for _ in range(2):
+                groups.append(self.start_generator().process.pid)
+            yield learner
+        finally:
+            groups += [peer.process.pid for peer in self.peers.values()]
+            for peer in self.peers.values():
+                peer.mend()
+            guard.end_groups(groups, 10.0)
+            for peer in self.peers.values():
+                peer.proxy.close()
+                peer.process.wait(10)
+            learner.wait(10)
+
+    # --- trouble --------------------------------------------------------------------------------
+
+    def trouble(self, status: dict[str, Any]) -> None:
+        """One event to one generator; one at least is always left alone."""
+        assert self.rng is not None
+        alive = [peer for peer in self.peers.values() if peer.process.poll() is None]
+        well = [peer for peer in alive if _member(status, peer.name).get("state") == "active" and not peer.trouble]
+        what = self.rng.choice(EVENTS)
+        if what == "add" or len(well) < 2:
+            if len(alive) < MOST_GENERATORS:
+                self._note("add", self.start_generator().name, status)
+            return
+        peer = self.rng.choice(well)
+        self._note(what, peer.name, status)
+        getattr(self, f"_{what}")(peer, status)
+
+    def _note(self, what: str, name: str, status: dict[str, Any]) -> None:
+        at = round(time.monotonic() - self.began, 1)
+        self.events.append({"at_s": at, "event": what, "generator": name, "step": status["steps"]["trained"]})
+        print(f"{at:7.1f} s  step {status['steps']['trained']:4}  {what:6} {name}", flush=True)
+
+    def _lost(self, what: str, peer: Peer, status: dict[str, Any]) -> None:
+        """Its leases must be open again; in a publication, the others must still get the weights."""
+        pid, published = peer.process.pid, status["published"]
+        self.waits.begin(f"{what} to re-lease", lambda now: _member(now, peer.name).get("pid") != pid)
+        if "publication of version" in status["wait"]:
+            self.waits.begin(
+                f"{what} in a publication to the next good one", lambda now: (now["published"] or 0) > (published or 0)
+            )
+
+    def _kill(self, peer: Peer, status: dict[str, Any]) -> None:
+        peer.process.send_signal(signal.SIGKILL)
+        peer.process.wait(10)
+        self.killed.add(peer.name)
+        self._lost("kill", peer, status)
+
+    def _stop(self, peer: Peer, status: dict[str, Any]) -> None:
+        assert self.rng is not None
+        peer.process.send_signal(signal.SIGSTOP)
+        peer.trouble, peer.mend_at = "stop", time.monotonic() + HEARTBEAT_TIMEOUT_S * self.rng.uniform(1.5, 3)
+        self._lost("stop", peer, status)
+
+    def _cut(self, peer: Peer, status: dict[str, Any]) -> None:
+        assert self.rng is not None
+        peer.proxy.cut()
+        peer.trouble, peer.mend_at = "cut", time.monotonic() + HEARTBEAT_TIMEOUT_S * self.rng.uniform(1.5, 3)
+        self._lost("cut", peer, status)
+
+    def _reset(self, peer: Peer, status: dict[str, Any]) -> None:
+        peer.proxy.reset()
+
+    def _leave(self, peer: Peer, status: dict[str, Any]) -> None:
+        peer.process.send_signal(signal.SIGTERM)
+        self.waits.begin("leave to gone", lambda now: not _member(now, peer.name))
+
+    # --- the run --------------------------------------------------------------------------------
+
+    def run(self, limit_s: float) -> dict[str, Any]:
+        """Until the learner has ended; raises AssertionError when something that must hold does not."""
+        with self.processes() as learner:
+            address = self._http_address(learner)
+            next_trouble = time.monotonic() + 5.0
+            while learner.poll() is None:
+                assert time.monotonic() - self.began < limit_s, f"not done after {limit_s:g} s: {self.folder}"
+                time.sleep(POLL_S)
+                try:
+                    status = fetch_status(address)
+                except ConnectionError:
+                    continue  # It is ending.
+                self.waits.look(status)
+                for peer in self.peers.values():
+                    if peer.mend_at is not None and time.monotonic() >= peer.mend_at:
+                        peer.mend()
+                if self.rng and status["steps"]["trained"] >= 1 and time.monotonic() >= next_trouble:
+                    self.trouble(status)
+                    next_trouble = time.monotonic() + self.rng.uniform(2.0, 6.0)
+            assert learner.returncode == 0, f"the learner ended with {learner.returncode}: {self.folder}/learner.log"
+            self._await_goodbyes()
+            return self._check()
+
+    def _await_goodbyes(self) -> None:
+        """Every generator that still lives ends by itself, told by the learner or at the end of its patience."""
+        for peer in self.peers.values():
+            peer.mend()
+        for peer in self.peers.values():
+            if peer.name not in self.killed:
+                code = peer.process.wait(START_S)
+                assert code in (0, 1, 130), f"{peer.name} ended with {code}: {self.folder}/{peer.name}.log"
+
+    def _http_address(self, learner: subprocess.Popen[bytes]) -> str:
+        file, deadline = self.folder / "run" / "address", time.monotonic() + START_S
+        while not file.exists():
+            assert learner.poll() is None and time.monotonic() < deadline, f"no start: {self.folder}/learner.log"
+            time.sleep(POLL_S)
+        return str(json.loads(file.read_text())["http"])
+
+    def _check(self) -> dict[str, Any]:
+        """The laws, from the lines of metrics.jsonl, and the figures."""
+        rows = [json.loads(line) for line in (self.folder / "run" / "metrics.jsonl").read_text().splitlines()]
+        bound = load_config(self.settings[0], self.settings[1:]).staleness.max_staleness
+        accounts = [row for row in rows if "ledger/issued" in row]
+        for row in accounts:
+            located = sum(row[f"ledger/{name}"] for name in ("leased", "buffered", "in_batch", "trained", "dropped"))
+            assert row["ledger/issued"] == located, (
+                f"step {row['step']}: {row['ledger/issued']} issued, {located} found"
+            )
+        worst = max(row["staleness/max"] for row in rows if "staleness/max" in row)
+        assert worst <= bound, f"staleness {worst}, the bound is {bound}"
+        last = [row for row in rows if "eval/accuracy" in row][-1]
+        return {
+            "seconds": round(time.monotonic() - self.began, 1),
+            "steps": rows[-1]["step"],
+            "accuracy": last["eval/accuracy"],
+            "stderr": last.get("eval/stderr"),
+            "max_staleness": worst,
+            "ledger": {
+                key.partition("/")[2]: value for key, value in accounts[-1].items() if key.startswith("ledger/")
+            },
+            "num_events": len(self.events),
+        }
+
+
+def _member(status: dict[str, Any], name: str) -> dict[str, Any]:
+    """The status of a generator; empty if it is not there."""
+    return next((member for member in status["generators"] if member["name"] == name), {})
+
+
+def spread(seconds: list[float]) -> dict[str, float]:
+    return {"n": len(seconds), "median_s": round(statistics.median(seconds), 2), "max_s": round(max(seconds), 2)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--limit-s", type=float, default=560.0, help="of each of the two runs")
+    parser.add_argument("--keep", type=Path, help="folder for logs and metrics; default: a temporary one")
+    add_result_arguments(parser)
+    arguments = parser.parse_args()
+    check_clean(arguments)
+    build(Path(load_config(CONFIGS / "quickstart.toml").model.path), print)
+    with ExitStack() as stack:
+        folder = arguments.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        result_file(arguments, "benchmarks.chaos", compare(folder, arguments))
+
+
+def compare(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Both runs; the accuracies must agree within three standard errors of their difference."""
+    figures: dict[str, Any] = {"seed": arguments.seed}
+    for name, rng in (("undisturbed", None), ("disturbed", random.Random(arguments.seed))):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        trial = Trial(folder / name, arguments.steps, rng)
+        figures[name] = trial.run(arguments.limit_s)
+    figures["events"] = trial.events
+    figures["recoveries"] = {what: spread(seconds) for what, seconds in sorted(trial.waits.seconds.items())}
+    figures["not_recovered_at_the_end"] = [what for what, _, _ in trial.waits.open]
+    figures["deadlines_s"] = {"heartbeat_timeout": HEARTBEAT_TIMEOUT_S, "weights_deadline": WEIGHTS_DEADLINE_S}
+    one, other = figures["undisturbed"], figures["disturbed"]
+    noise = 3 * (one["stderr"] ** 2 + other["stderr"] ** 2) ** 0.5
+    figures["accuracy_difference"] = {"value": other["accuracy"] - one["accuracy"], "noise": noise}
+    assert abs(other["accuracy"] - one["accuracy"]) <= noise, figures["accuracy_difference"]
+    return figures
+
+
+if __name__ == "__main__":
+    main()
