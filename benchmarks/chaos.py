@@ -274,7 +274,7 @@ def spread(seconds: list[float]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--limit-s", type=float, default=560.0, help="of each of the two runs")
     parser.add_argument("--keep", type=Path, help="folder for logs and metrics; default: a temporary one")
     add_result_arguments(parser)
