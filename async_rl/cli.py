@@ -6,6 +6,7 @@ Exit codes: 0 done; 1 run-time failure (one line, the traceback in <run.dir>/log
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
@@ -328,10 +329,10 @@ def _fail_at_run_time(error: Exception) -> int:
 def main() -> None:
     """Entry point of `async-rl`."""
     code = run(sys.argv[1:])
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # One of several ranks: threads of torch's process groups can abort an interpreter that shuts down ("terminate
-        # called without an active exception"), and a run that is complete would end as a failure.
-        logging.shutdown()
+    if "torch" in sys.modules:
+        # Threads of torch's process groups can abort an interpreter that shuts down ("terminate called without an
+        # active exception"): a rank whose run is complete, or a generator that left cleanly, would end as a failure.
+        atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
