@@ -135,8 +135,8 @@ class Learner:
             groups = request.result()
             if groups is None:
                 break
-            self.batches.append(groups)
             self.coordinator.trained()
+            self.batches.append(groups)
             if step % self.config.staleness.publish_every == 0:
                 self._publish(step)
         self.coordinator.wait_for_publication()
