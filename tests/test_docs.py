@@ -38,7 +38,9 @@ def missing_paths(text: str, folder: Path) -> list[str]:
     """Links and paths of this repository that lead nowhere."""
     links = [link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
     wrong = [link for link in links if link and not (folder / link).exists()]
-    tops = [path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    # What runs make lies beside the repository's own folders, and differs from one user to the next.
+    made = {"runs", "models", "wandb", "build", "dist"}
+    tops = [p.name for p in ROOT.iterdir() if p.is_dir() and not p.name.startswith(".") and p.name not in made]
     named = [word for word in words(text) if re.fullmatch(rf"({'|'.join(tops)})/[\w./-]*", word)]
     return wrong + [word for word in named if not (ROOT / word).exists()]
 
