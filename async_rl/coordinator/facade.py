@@ -118,9 +118,17 @@ class Facade(ABC):
         raise TimeoutError(f"the coordinator did not answer {type(call).__name__} for {timeout_s:g} s")
 
     def _raise_end(self) -> None:
+        if (ended := self._ended()) is not None:
+            raise ended
+
+    def _ended(self) -> CoordinatorEnded | None:
+        """What every call raises once the coordinator has ended, also one that was under way then."""
         error, reason = self._end()
-        if error is not None or reason is not None:
-            raise CoordinatorEnded(f"the coordinator has stopped: {error or reason}") from error
+        if error is None and reason is None:
+            return None
+        ended = CoordinatorEnded(f"the coordinator has stopped: {error or reason}")
+        ended.__cause__ = error
+        return ended
 
 
 def _done(future: Future[Any], timeout_s: float) -> bool:

@@ -185,7 +185,7 @@ class CoordinatorProcess(Facade):
             )
         pending, self._pending = self._pending, {}
         for _, answer in pending.values():
-            answer.set_exception(self._error or c.CoordinatorEnded(f"the coordinator has stopped: {self._stop_reason}"))
+            answer.set_exception(self._ended())
 
 
 def _start(log_file: Path) -> tuple[subprocess.Popen[bytes], socket.socket]:
