@@ -8,6 +8,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
 # Further arguments for pip. Where PyPI's torch is the CUDA build, take the CPU build instead:
 #   make setup PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 PIP_ARGS ?=
+# Processes that run the tests.
+TEST_WORKERS ?= 3
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart real gsm8k test chaos mutate lint format docs clean
@@ -26,8 +28,13 @@ real: setup ## Teach SmolLM2-135M arithmetic in words: under twenty minutes on t
 gsm8k: setup ## Evaluate SmolLM2-135M on 100 GSM8K problems with the math reward (evaluation only).
 	$(BIN)/python -m async_rl.recipes.gsm8k
 
+# Several processes, a file of tests in one of them. Tests of real processes with real deadlines can disturb each other on
+# few cores: what failed (exit code 1, nothing else) is run once more, alone, and that decides. Both reports are shown.
 test: setup ## Run all tests, fast and slow.
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS) || { code=$$?; \
+		[ $$code = 1 ] || exit $$code; \
+		echo "Once more, alone, what failed:"; \
+		$(BIN)/python -m pytest --last-failed --last-failed-no-failures none $(PYTEST_ARGS); }
 
 chaos: setup ## Kill, stop, cut off, add and remove generators while a run trains; then check the account (under twenty minutes).
 	$(BIN)/python -m benchmarks.chaos
