@@ -144,6 +144,22 @@ def plan(
     return run_plan(config, overrides or [], from_run, out, seed)
 
 
+@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def bench(
+    suite: Annotated[
+        str | None, typer.Argument(metavar="[SUITE]", help="A module of benchmarks/; without one all are listed.")
+    ] = None,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[ARGUMENT]...", help="For the suite, such as --help or --output FILE."),
+    ] = None,
+) -> int:
+    """Measure this commit on this machine with a suite of the repository's benchmarks."""
+    from async_rl.bench import run_bench
+
+    return run_bench(suite, arguments or [])
+
+
 @app.command()
 def export(
     run: RunName,

