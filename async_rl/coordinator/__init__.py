@@ -5,7 +5,8 @@
 """
 
 from async_rl.coordinator.calls import StallError
-from async_rl.coordinator.core import Coordinator, Transfer
+from async_rl.coordinator.core import Coordinator
 from async_rl.coordinator.facade import BatchRequest, CoordinatorEnded, Facade
+from async_rl.coordinator.publishing import Transfer
 
 __all__ = ["BatchRequest", "Coordinator", "CoordinatorEnded", "Facade", "StallError", "Transfer"]

@@ -13,12 +13,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
-from typing import Protocol as TypingProtocol
 
 from async_rl import protocol as p
 from async_rl import publication as pub
@@ -28,15 +25,15 @@ from async_rl.checkpoints.work import capture
 from async_rl.config import Config
 from async_rl.coordinator import calls as c
 from async_rl.coordinator.facade import STOP_S, Facade
+from async_rl.coordinator.publishing import Publishing, Surroundings, Transfer
+from async_rl.coordinator.reports import Reports
 from async_rl.coordinator.resumed import Lines, Resumed
 from async_rl.evaluation import EvaluationResult, Evaluations
-from async_rl.fleet import FleetMeter
 from async_rl.frames import one_line
 from async_rl.http import StatusServer
 from async_rl.keys import keys_of
 from async_rl.leasing import LeaseDeadlines, Leasing, lease_timeout_s
 from async_rl.membership import Member, Membership
-from async_rl.metrics import Metrics
 from async_rl.transport import Server, peer_identity
 
 log = logging.getLogger(__name__)
@@ -45,44 +42,6 @@ TURN_S = 0.25
 """Longest sleep of a turn; deadlines are seen at this resolution."""
 MAX_LEASES = 32
 """Leases of one message: hundreds of long rows would exceed what a message may hold."""
-MAX_SHOWN_ERRORS = 5
-"""Failed members whose error is shown; later ones are only counted."""
-ERRORS_KEPT = 8
-"""Last errors that /status shows."""
-
-STATUS_RATES = (
-    "throughput/generated_tokens_per_s",
-    "throughput/dropped_tokens_per_s",
-    "generator/idle_share",
-    "time/publication_s",
-)
-"""Metrics of the last step that /status repeats."""
-
-
-class Transfer(TypingProtocol):
-    """The blocking half of publication, done elsewhere; futures raise WeightsError."""
-
-    @property
-    def store(self) -> tuple[str, int]:
-        """Host and port of the rendezvous store."""
-        ...
-
-    @property
-    def backend(self) -> Any:
-        """gloo or nccl."""
-        ...
-
-    def join(self, epoch: int, size: int, deadline_s: float) -> Future[float]:
-        """Build the group of an epoch; gives seconds."""
-        ...
-
-    def send(self, manifest: p.Manifest, deadline_s: float) -> Future[float]:
-        """Broadcast in the group that stands; gives seconds."""
-        ...
-
-    def snapshot(self, manifest: p.Manifest) -> Future[Path]:
-        """Write a file of the version; gives its path."""
-        ...
 
 
 class Coordinator(Facade):
@@ -111,7 +70,6 @@ class Coordinator(Facade):
         self.evaluations = evaluations
         self.eval_problems = eval_problems
         self.leasing = leasing
-        self.transfer = transfer
         self.problem_state = problem_state
         self.notify = notify
         self.clock = clock
@@ -120,24 +78,32 @@ class Coordinator(Facade):
             pub.PublicationSettings(deadline_s=config.weights.deadline_s), self.members.epochs
         )
         self.deadlines = LeaseDeadlines(lease_timeout_s(config), ledger, evaluations)
-        self.meter = FleetMeter()
         self.server = Server(config.transport.max_message_bytes, keys_of(config, "learner"))
-        self.http = StatusServer(self.status, self._values, self._snapshots_get, self._problem)
+        self.reports = Reports(
+            config, run_id, ledger, evaluations, self.members, self.publications, self.server, self.notify
+        )
+        self.publishing = Publishing(
+            self.publications,
+            transfer,
+            Surroundings(
+                send_to=self._send_to,
+                call=self.server.call,
+                evict=self._evict,
+                published=self._published,
+                snapshot_url=self._snapshot_url,
+                clock=clock,
+            ),
+        )
+        self.http = StatusServer(
+            self.status, lambda: dict(self.reports.values), self.publishing.snapshot, self._problem
+        )
         self.addresses: dict[str, str] = {}
-        self._manifest: p.Manifest | None = None
-        self._snapshots: dict[int, Path] = {}
-        self._snapshot_jobs = 0
         self._batch: tuple[TrajectoryGroup, ...] | None = None
         self._request: Future[Any] | None = None
         self._idle_waits: list[tuple[float, Future[Any]]] = []
         """(deadline, answer) of calls that wait until no publication needs the send buffers."""
         self._results: list[EvaluationResult] = []
-        self._publication_metrics = Metrics()
-        self._loads: list[p.Loaded] = []
         self._evaluate_after: set[int] = set()
-        self._last_values: dict[str, float] = {}
-        self._num_errors = 0
-        self._last_errors: deque[tuple[float, str]] = deque(maxlen=ERRORS_KEPT)
         self._absent = set(ledger.owners())
         """Owners of leases of an earlier run that have not come back yet."""
         self._dismiss = True
@@ -241,9 +207,10 @@ class Coordinator(Facade):
     def _question(self, call: c.Call) -> Any:
         match call:
             case c.GetStatus():
-                return self._status()
+                now = self.clock()
+                return self.reports.status(self._describe_wait(now), now)
             case c.Collect():
-                return self._collect(call.elapsed_s).to_wire()
+                return self.reports.collect(call.elapsed_s, self.publishing.take_metrics()).to_wire()
             case c.IsEvaluating():
                 return self.evaluations.busy or bool(self._evaluate_after)
             case c.TakeEvaluations():
@@ -271,7 +238,7 @@ class Coordinator(Facade):
             self._gone(name, f"silent for more than {self.members.heartbeat_timeout_s:g} s")
         self._expire_leases(now)
         self._reopen_absent(now)
-        self._act(self.publications.tick(now))
+        self.publishing.act(self.publications.tick(now))
         self._take_results(self.evaluations.tick(now))
         self._lease(now)
         self._serve_batch(now)
@@ -304,7 +271,7 @@ class Coordinator(Facade):
             return
         waits, self._idle_waits = self._idle_waits, []
         for deadline, answer in waits:
-            if self.publications.round is None and self._snapshot_jobs == 0:
+            if self.publishing.idle:
                 answer.set_result(None)
             elif now > deadline:
                 what = self.publications.describe(now)
@@ -315,7 +282,12 @@ class Coordinator(Facade):
     def _watch_progress(self, now: float) -> None:
         """A learner that waits while nothing at all moves gets an error instead of an endless wait."""
         counts = self.ledger.counts()
-        mark = (counts, self.ledger.events.total(), self.publications.published, self.meter.totals["generated_tokens"])
+        mark = (
+            counts,
+            self.ledger.events.total(),
+            self.publications.published,
+            self.reports.meter.totals["generated_tokens"],
+        )
         if mark != self._progress_mark or self._request is None:
             self._progress_mark, self._progress_at = mark, now
             return
@@ -361,11 +333,16 @@ class Coordinator(Facade):
                 self.evaluations.return_leases(name, [k for k in message.keys if k.kind == "eval"], now)
                 self._work_changed = True
             case p.EpochJoined():
-                self._act(self.publications.epoch_joined(name, message.epoch, message.error, now))
+                self.publishing.act(self.publications.epoch_joined(name, message.epoch, message.error, now))
             case p.Received():
-                self._act(self.publications.received(name, message.epoch, message.checksum, message.error, now))
+                self.publishing.act(
+                    self.publications.received(name, message.epoch, message.checksum, message.error, now)
+                )
             case p.Loaded():
-                self._loaded(name, message, now)
+                if message.error is None:
+                    self.members.loaded(name, message.version)
+                self.publishing.loaded(name, message, now)
+                self._work_changed = True
             case p.Goodbye():
                 self._gone(name, one_line(message.reason))
             case _:
@@ -405,7 +382,7 @@ class Coordinator(Facade):
                 f"generator {member.name} joined ({member.engine}, {member.slots} slots, {member.host}:{member.pid})"
             )
             self.members.loading(member.name)
-            self._act(self.publications.joiner(member.name, member.receivers, now))
+            self.publishing.act(self.publications.joiner(member.name, member.receivers, now))
         self._work_changed = True
 
     def _refuse(self, identity: str, reason: str, restart: bool = False) -> None:
@@ -418,7 +395,7 @@ class Coordinator(Facade):
         member = self.members.get(name)
         assert member is not None, "is_current was checked"
         self.members.heartbeat(name, message, now)
-        self.meter.update(name, incarnation, message.stats)
+        self.reports.meter.update(name, incarnation, message.stats)
         self._reconcile(member, message.holding, now, sent_before=now - self.members.heartbeat_timeout_s)
         self.server.send(identity, p.Alive(run_id=self.run_id, policy_version=self._version()))
         self._work_changed = True
@@ -448,9 +425,9 @@ class Coordinator(Facade):
             except p.ProtocolError as error:
                 self.server.refused["impossible_versions"] += 1
                 stale = str(error)
-        self.meter.arrived(trajectory, key.kind, wanted=outcome == "stored")
+        self.reports.meter.arrived(trajectory, key.kind, wanted=outcome == "stored")
         if outcome == "stored" and trajectory.status == "failed":
-            self._show_error(name, key, trajectory)
+            self.reports.failed(name, key, trajectory, now)
         self.server.send(identity, p.Acknowledged(key=key, outcome=outcome))
         if outcome == "stored" and name in self.members:
             self.members.delivered(name, now)
@@ -475,34 +452,33 @@ class Coordinator(Facade):
         self._absent.clear()
         self._work_changed = True
 
-    def _show_error(self, name: str, key: p.LeaseKey, trajectory: p.Trajectory) -> None:
-        self._num_errors += 1
-        why = one_line(trajectory.error or "no reason given")
-        text = f"member {key.member} of {key.kind} ticket {key.ticket} failed on {name}: {why}"
-        self._remember_error(text)
-        if self._num_errors <= MAX_SHOWN_ERRORS:
-            last = (
-                " (further ones are only counted: reward/failed_share)" if self._num_errors == MAX_SHOWN_ERRORS else ""
-            )
-            self.notify(f"{text}{last}")
-
-    def _remember_error(self, text: str) -> None:
-        self._last_errors.append((self.clock(), text))
-
     def _gone(self, name: str, reason: str) -> None:
         member = self.members.leave(name, reason)
         if member is not None:
             self._release(member, reason)
 
+    def _evict(self, action: pub.Evict) -> None:
+        member = self.members.evict(action.name, action.reason)
+        if member is None:
+            return
+        if action.alarm:
+            log.error("ALARM: generator %s has wrong weights: %s", action.name, action.reason)
+        self.reports.error(f"evicted {action.name}: {action.reason}", self.clock())
+        # It may come back with a new Hello, and then loads a snapshot; one that hangs every time may not.
+        worn_out = self.members.worn_out(member.name, member.incarnation)
+        reason = f"evicted: {action.reason}" + (f"; {worn_out}" if worn_out else "")
+        self._send(member, p.Refused(reason=reason, retry=worn_out is None, restart=worn_out is not None))
+        self._release(member, f"evicted: {action.reason}")
+
     def _release(self, member: Member, reason: str) -> None:
         """A member is gone: its leases are open again, its place in a publication is given up."""
         now = self.clock()
         returned = [*self.ledger.release(member.name, now), *self.evaluations.release(member.name, now)]
-        self.meter.forget(member.name, member.incarnation)
+        self.reports.meter.forget(member.name, member.incarnation)
         identity = peer_identity(member.name, member.incarnation)
         self.server.forget(identity)
         self.notify(f"generator {member.name} left: {reason}; {len(returned)} leases are open again")
-        self._act(self.publications.member_gone(member.name, reason, now))
+        self.publishing.act(self.publications.member_gone(member.name, reason, now))
         self._work_changed = True
 
     def _send(self, member: Member, message: p.Message) -> bool:
@@ -526,131 +502,21 @@ class Coordinator(Facade):
         for name, key in [*self.ledger.take_cancelled(), *self.evaluations.take_cancelled()]:
             self._send_to(name, p.Cancelled(keys=(key,)))
 
-    # --- publication ----------------------------------------------------------------------------
+    # --- publication and evaluation -------------------------------------------------------------
 
     def _start_publication(self, manifest: p.Manifest, evaluate: bool) -> None:
-        self._manifest = manifest
-        self._loads = []
         if evaluate:
             self._evaluate_after.add(manifest.version)
-        active = self.members.active()
-        self._act(self.publications.start(manifest.version, manifest.checksum, active, self.clock()))
+        self.publishing.start(manifest, self.members.active())
 
-    def _act(self, actions: Sequence[pub.Action]) -> None:
-        for action in actions:
-            match action:
-                case pub.JoinGroup():
-                    self._join_group(action)
-                case pub.SendWeights():
-                    self._send_weights(action)
-                case pub.SendRelabel():
-                    for name in action.names:
-                        self._send_to(name, p.RelabelVersion(version=action.version))
-                case pub.SendSnapshot():
-                    self._send_snapshot(action)
-                case pub.Evict():
-                    self._evict(action)
-                case pub.Done():
-                    self._published(action.report)
-
-    def _join_group(self, action: pub.JoinGroup) -> None:
-        host, port = self.transfer.store
-        plan = action.plan
-        for name, rank in plan.ranks.items():
-            info = p.EpochInfo(
-                epoch=plan.epoch,
-                backend=self.transfer.backend,
-                host=host,
-                port=port,
-                rank=rank,
-                size=plan.size,
-                deadline_s=action.deadline_s,
-            )
-            self._send_to(name, p.JoinEpoch(info=info))
-        job = self.transfer.join(plan.epoch, plan.size, action.deadline_s)
-        self._when_done(job, lambda error: self.publications.sender_joined(plan.epoch, error, self.clock()))
-
-    def _send_weights(self, action: pub.SendWeights) -> None:
-        manifest = self._manifest
-        assert manifest is not None and manifest.version == action.version, "the buffers hold what is published"
-        for name in action.names:
-            self._send_to(name, p.Publish(epoch=action.epoch, manifest=manifest, deadline_s=action.deadline_s))
-        job = self.transfer.send(manifest, action.deadline_s)
-        self._when_done(job, lambda error: self.publications.sender_sent(action.epoch, error, self.clock()))
-
-    def _when_done(self, job: Future[float], event: Callable[[str | None], Sequence[pub.Action]]) -> None:
-        """Feed the outcome of a blocking job into the publication, on this thread."""
-
-        def done(future: Future[float]) -> None:
-            if future.cancelled():
-                return  # The publisher is closed, and with it the run.
-            error = future.exception()
-            self.server.call(lambda: self._act(event(None if error is None else str(error))))
-
-        job.add_done_callback(done)
-
-    def _send_snapshot(self, action: pub.SendSnapshot) -> None:
-        manifest = self._manifest
-        assert manifest is not None and manifest.version == action.version, "snapshots are of the last publication"
-        self._snapshot_jobs += 1
-
-        def written(future: Future[Path]) -> None:
-            if future.cancelled():
-                return
-            self.server.call(lambda: self._snapshot_written(action, manifest, future))
-
-        self.transfer.snapshot(manifest).add_done_callback(written)
-
-    def _snapshot_written(self, action: pub.SendSnapshot, manifest: p.Manifest, future: Future[Path]) -> None:
-        self._snapshot_jobs -= 1
-        now = self.clock()
-        if (error := future.exception()) is not None:
-            log.error("the snapshot of version %d could not be written: %s", manifest.version, error)
-            self._act(self.publications.loaded(action.name, manifest.version, None, str(error), now))
-            return
-        path = future.result()
-        self._snapshots = {manifest.version: path}
-        url = f"http://{self.addresses['http']}{self.http.snapshot_path(manifest.version)}"
-        self._send_to(
-            action.name,
-            p.LoadSnapshot(manifest=manifest, path=str(path.resolve()), url=url, deadline_s=action.deadline_s),
-        )
-
-    def _loaded(self, name: str, message: p.Loaded, now: float) -> None:
-        if message.error is None:
-            self.members.loaded(name, message.version)
-            self._loads.append(message)
-        self._act(self.publications.loaded(name, message.version, message.checksum, message.error, now))
+    def _published(self, version: int) -> None:
+        if version in self._evaluate_after:
+            self._evaluate_after.discard(version)
+            self._start_evaluation(version)
         self._work_changed = True
 
-    def _evict(self, action: pub.Evict) -> None:
-        member = self.members.evict(action.name, action.reason)
-        if member is None:
-            return
-        if action.alarm:
-            log.error("ALARM: generator %s has wrong weights: %s", action.name, action.reason)
-        self._remember_error(f"evicted {action.name}: {action.reason}")
-        # It may come back with a new Hello, and then loads a snapshot; one that hangs every time may not.
-        worn_out = self.members.worn_out(member.name, member.incarnation)
-        reason = f"evicted: {action.reason}" + (f"; {worn_out}" if worn_out else "")
-        self._send(member, p.Refused(reason=reason, retry=worn_out is None, restart=worn_out is not None))
-        self._release(member, f"evicted: {action.reason}")
-
-    def _published(self, report: pub.Report) -> None:
-        metrics = self._publication_metrics
-        metrics.last("time/publication_s", report.total_s)
-        if report.tries:
-            metrics.last("time/wire_s", report.transfer_s)
-        for loaded in self._loads:
-            if loaded.version == report.version and loaded.source == "broadcast":
-                metrics.max("time/load_s", loaded.load_s)
-                metrics.max("time/pause_s", loaded.paused_s)
-        if report.version in self._evaluate_after:
-            self._evaluate_after.discard(report.version)
-            self._start_evaluation(report.version)
-        self._work_changed = True
-
-    # --- evaluation -----------------------------------------------------------------------------
+    def _snapshot_url(self, version: int) -> str:
+        return f"http://{self.addresses['http']}{self.http.snapshot_path(version)}"
 
     def _start_evaluation(self, version: int) -> None:
         self.evaluations.start(version, self.eval_problems, self.clock())
@@ -658,75 +524,6 @@ class Coordinator(Facade):
 
     def _take_results(self, results: Sequence[EvaluationResult]) -> None:
         self._results.extend(results)
-
-    # --- reports --------------------------------------------------------------------------------
-
-    def _collect(self, elapsed_s: float) -> Metrics:
-        metrics = self.meter.collect(elapsed_s, self.ledger.dropped_tokens)
-        metrics.merge(self._publication_metrics)
-        self._publication_metrics = Metrics()
-        counts = self.ledger.counts()
-        for name in ("issued", "leased", "buffered", "in_batch", "trained"):
-            metrics.last(f"ledger/{name}", getattr(counts, name))
-        metrics.last("ledger/dropped", sum(counts.dropped.values()))
-        for reason, number in counts.dropped.items():
-            metrics.last(f"ledger/dropped_{reason}", number)
-        for event, number in self.ledger.events.items():
-            metrics.last(f"ledger/event_{event}", number)
-        metrics.last("buffer/groups", counts.buffered)
-        for reason, number in self.server.refused.items():
-            metrics.last(f"transport/refused_{reason}", number)
-        active = self.members.active()
-        metrics.last("generator/count", len(active))
-        metrics.last("generator/slots", sum(m.slots for m in active))
-        metrics.last("membership/evicted", self.members.num_evicted)
-        self._last_values = metrics.resolve()
-        return metrics
-
-    def _status(self) -> dict[str, Any]:
-        now = self.clock()
-        counts = self.ledger.counts()
-        return {
-            "name": self.config.run.name,
-            "run_id": self.run_id,
-            "steps": {"trained": self.ledger.steps, "total": self.config.run.steps},
-            "published": self.publications.published,
-            "wait": self._describe_wait(now),
-            "ledger": {
-                "issued": counts.issued,
-                "leased": counts.leased,
-                "buffered": counts.buffered,
-                "in_batch": counts.in_batch,
-                "trained": counts.trained,
-                "dropped": counts.dropped,
-            },
-            "events": dict(self.ledger.events),
-            "refused": dict(self.server.refused),
-            "rates": {key: self._last_values[key] for key in STATUS_RATES if key in self._last_values},
-            "errors": [{"ago_s": round(now - at, 1), "text": text} for at, text in self._last_errors],
-            "generators": [
-                {
-                    "name": m.name,
-                    "state": m.state,
-                    "version": m.version,
-                    "slots": m.slots,
-                    "outstanding": self.ledger.outstanding(m.name) + self.evaluations.outstanding(m.name),
-                    "overdue": self.ledger.overdue(m.name) + self.evaluations.overdue(m.name),
-                    "finished": m.stats.finished,
-                    "last_seen_s": round(now - m.last_seen, 1),
-                    "host": m.host,
-                    "pid": m.pid,
-                }
-                for m in self.members.members()
-            ],
-            "gone": [{"name": m.name, "reason": m.gone_reason} for m in list(self.members.gone)[-8:]],
-        }
-
-    def _values(self) -> dict[str, float]:
-        return dict(self._last_values)
-
-    def _snapshots_get(self, version: int) -> Path | None:
-        return self._snapshots.get(version)
 
     def _problem(self) -> str | None:
         return None if self.error is None else str(self.error)

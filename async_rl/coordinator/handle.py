@@ -18,9 +18,9 @@ from typing import Any
 
 from async_rl.config import Config
 from async_rl.coordinator import calls as c
-from async_rl.coordinator.core import Transfer
 from async_rl.coordinator.facade import STOP_S, Facade
 from async_rl.coordinator.link import Link
+from async_rl.coordinator.publishing import Transfer
 from async_rl.coordinator.resumed import Resumed
 from async_rl.frames import decode_value
 from async_rl.logs import last_lines

@@ -157,7 +157,7 @@ async def test_after_its_end_calls_say_so_and_late_jobs_are_ignored(
     coordinator.start()
     jobs: list[Future[float]] = [Future(), Future()]
     for job in jobs:
-        coordinator._when_done(job, lambda error: [])
+        coordinator.publishing.when_done(job, lambda error: [])
     coordinator.publish(manifest("run-1", 0), evaluate=False)
     await asyncio.to_thread(coordinator.stop, "test")
     with caplog.at_level(logging.ERROR):
