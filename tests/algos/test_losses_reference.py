@@ -167,7 +167,7 @@ FLAGS: list[tuple[Loss, dict[str, Flag]]] = [
 ]
 
 
-@pytest.mark.parametrize(("config", "flags"), FLAGS, ids=str)
+@pytest.mark.parametrize(("config", "flags"), FLAGS, ids=[str(config) for config, _ in FLAGS])
 def test_diagnostics_name_the_clipped_tokens(config: Loss, flags: dict[str, Flag]) -> None:
     for seed in range(5):
         batch = packed(seed)
