@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.report import BLUE, GREY, ORANGE, style_axis
-from benchmarks.common import add_result_arguments, check_clean, result_file
+from benchmarks.common import Headline, add_result_arguments, check_clean, result_file
 from benchmarks.published_models import Curve, areal, verl
 
 FIGURE = Path("docs/img/published.png")
@@ -182,6 +182,15 @@ def study(table: Table) -> dict[str, Any]:
     }
 
 
+def headlines(result: Mapping[str, Any]) -> list[Headline]:
+    """Misfit, and the row that is furthest off."""
+    worst = max(result["errors"], key=lambda row: abs(result["errors"][row]))
+    return [
+        Headline(f"{result['title']}: root mean square error over {len(result['errors'])} rows", result["misfit"]),
+        Headline(f"{result['title']}: largest error, at {result['knob']} {worst}", result["errors"][worst]),
+    ]
+
+
 def _rounded(values: Sequence[float]) -> list[float]:
     return [round(value, 4) for value in values]
 
@@ -227,7 +236,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = {name: study(TABLES[name]) for name in arguments.only}
     if arguments.figure:
         draw(results, arguments.figure)
-    result_file(arguments, "benchmarks.published", {"tables": results})
+    result_file(
+        arguments, "benchmarks.published", {"tables": results}, [h for r in results.values() for h in headlines(r)]
+    )
     return 0
 
 

@@ -71,5 +71,9 @@ def test_it_writes_and_draws_what_it_fitted(tmp_path: Path, monkeypatch: pytest.
     result = json.loads(out.read_text())["tables"]["areal"]
     assert result["fitted"]["learner_to_generators"] == pytest.approx(1.3, rel=0.01)
     assert result["doubts"]["twice"]["errors"] == pytest.approx([1.0, 1.0], abs=0.01)
+    assert [h["what"] for h in json.loads(out.read_text())["headlines"]] == [
+        "t: root mean square error over 2 rows",
+        "t: largest error, at k 0",
+    ]
     assert figure.read_bytes().startswith(b"\x89PNG")
     assert published.main(["--draw", str(out), "--figure", str(tmp_path / "again.png")]) == 0
