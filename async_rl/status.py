@@ -16,6 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from async_rl import __version__
 from async_rl.addresses import split_address
 from async_rl.metrics import find_row
 
@@ -71,36 +72,54 @@ def fetch_status(address: str, timeout_s: float = ANSWER_S) -> dict[str, Any]:
 
 
 def run_status(target: str | None, watch: bool, every_s: float = 1.0, as_json: bool = False) -> int:
-    """Print the status of a run, once or until interrupted; raises ConnectionError when nobody answers."""
+    """Print the status of a run, once or until interrupted.
+
+    Raises ConnectionError when nobody answers, or another version of async_rl does.
+    """
     address = find_address(target)
     status = fetch_status(address)
     if as_json:
         print(json.dumps(status))
-    elif watch:
-        _watch(address, status, every_s)
+        return 0
+    screen = _screen(address, status)
+    if watch:
+        _watch(address, screen, every_s)
     else:
-        Console(highlight=False).print(render(status))
+        Console(highlight=False).print(screen)
     return 0
 
 
-def _watch(address: str, status: dict[str, Any], every_s: float) -> None:
+def _watch(address: str, screen: RenderableType, every_s: float) -> None:
     """Refresh until interrupted, or until the learner has been silent for PATIENCE_S."""
     answered = time.monotonic()
-    with Live(render(status), console=Console(highlight=False), auto_refresh=False) as live:
+    with Live(screen, console=Console(highlight=False), auto_refresh=False) as live:
         while True:
             time.sleep(every_s)
             try:
-                status = fetch_status(address)
+                screen = _screen(address, fetch_status(address))
             except ConnectionError as error:
                 if time.monotonic() - answered > PATIENCE_S:
                     raise
-                live.update(Group(render(status), Text(str(error), style="bold red")), refresh=True)
+                live.update(Group(screen, Text(str(error), style="bold red")), refresh=True)
                 continue
             answered = time.monotonic()
-            live.update(render(status), refresh=True)
+            live.update(screen, refresh=True)
 
 
 # --- the screen ---------------------------------------------------------------------------------
+
+
+def _screen(address: str, status: Mapping[str, Any]) -> RenderableType:
+    """What `render` shows; raises ConnectionError for the status of a version that has other fields."""
+    try:
+        return render(status)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        theirs = status.get("version") or "of a version that does not name itself"
+        raise ConnectionError(
+            f"the learner at {address} is async_rl {theirs}, this command is async_rl {__version__}, and its status "
+            f"has other fields ({type(error).__name__}: {error}); use the command of the learner's environment, or "
+            "--json"
+        ) from None
 
 
 def render(status: Mapping[str, Any]) -> RenderableType:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from async_rl import cli, status
+from async_rl import __version__, cli, status
 from async_rl.addresses import free_port
 from tests.loop.rig import Learner, Scorer, fleet, make_config
 
@@ -42,6 +42,7 @@ async def test_the_status_of_a_run_names_its_parts(tmp_path: Path, capsys: pytes
         assert await asyncio.to_thread(cli.run, ["status", http]) == 0
         assert "run-1" in capsys.readouterr().out
     learner.coordinator.stop("test")
+    assert found["version"] == __version__
     assert found["steps"]["total"] == 1000 and found["steps"]["trained"] >= 3
     (member,) = found["generators"]
     assert (member["name"], member["state"], member["slots"], member["pid"]) == ("g0", "active", 8, os.getpid())
@@ -71,6 +72,19 @@ def test_nobody_there_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[
     assert cli.run(["status", f"127.0.0.1:{free_port()}"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "no learner answers at 127.0.0.1:" in line and "refused" in line
+
+
+def test_a_learner_of_another_version_is_one_line_that_names_both(capsys: pytest.CaptureFixture[str]) -> None:
+    for body, theirs in (
+        (b'{"ledger": {"issued": 1}}', "of a version that does not name itself"),
+        (b'{"ledger": {"issued": 1}, "version": "0.0.1", "steps": 3, "published": 2}', "0.0.1"),
+    ):
+        server, address = listening(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        with server:
+            assert cli.run(["status", address]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"the learner at {address} is async_rl {theirs}, this command is async_rl {__version__}" in line
+        assert "--json" in line
 
 
 @pytest.mark.parametrize(

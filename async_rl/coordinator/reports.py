@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from async_rl import __version__
 from async_rl import protocol as p
 from async_rl.buffer import Ledger
 from async_rl.config import Config
@@ -97,6 +98,7 @@ class Reports:
         """What /status shows; `wait` says what the learner waits for."""
         counts = self._ledger.counts()
         return {
+            "version": __version__,
             "name": self.config.run.name,
             "run_id": self.run_id,
             "steps": {"trained": self._ledger.steps, "total": self.config.run.steps},
