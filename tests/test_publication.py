@@ -10,6 +10,7 @@ import pytest
 
 from async_rl.membership import Epochs, Member
 from async_rl.publication import (
+    Abandon,
     Action,
     Done,
     Evict,
@@ -196,6 +197,31 @@ def test_answers_of_an_earlier_epoch_do_not_count() -> None:
     assert "a, the learner's sender" in round_.describe(4.0)
 
 
+def test_a_member_that_is_gone_ends_the_wait_of_the_sender_too() -> None:
+    """Before its deadline: the sender is told once, the others' errors and its own use up no retry."""
+    round_, _, _ = begin("a", "b", "c")
+    round_.epoch_joined("a", 1, None, 1.0)
+    assert round_.member_gone("b", "its connection is gone", 1.0) == [Abandon(1, "b is gone: its connection is gone")]
+    assert round_.member_gone("c", "silent", 1.5) == [], "the sender knows"
+    (join,) = round_.sender_joined(1, "b is gone", 2.0)
+    assert isinstance(join, JoinGroup) and (join.plan.epoch, join.plan.ranks) == (2, {"a": 1})
+    assert transfer(round_, "a", epoch=2) == [SendWeights(2, 7, ("a",), 10.0)]
+    assert round_.awaited() == {"a"}
+    assert round_.member_gone("a", "killed", 3.0) == [Abandon(2, "a is gone: killed")]
+    report = report_of(round_.sender_sent(2, "a is gone", 3.0))
+    assert (report.loaded, report.evicted, sorted(report.gone)) == ((), {}, ["a", "b", "c"])
+
+
+def test_a_member_that_has_answered_or_is_not_waited_for_costs_the_sender_nothing() -> None:
+    round_, _, _ = begin("a", "b")
+    transfer(round_, "a", "b")
+    round_.received("a", 1, SUM, None, 2.0)
+    assert round_.awaited() == {"a", "b"}, "a loads"
+    assert round_.member_gone("a", "died", 2.5) == [], "it has all bytes: the sender does not wait for it"
+    round_.sender_sent(1, "connection closed", 3.0)
+    assert round_.member_gone("b", "died", 3.0)[-1] == Done(round_.report), "the sender has answered already"  # type: ignore[arg-type]
+
+
 def test_a_member_that_leaves_while_joining_breaks_the_group() -> None:
     round_, _, epochs = begin("a", "b")
     round_.sender_joined(1, None, 1.0)
@@ -305,6 +331,9 @@ class Fleet:
                 case SendRelabel(names=names, version=version):
                     for name in names:
                         self.load(name, version, checksum=None)
+                case Abandon(epoch=epoch):
+                    self.answer("sender_joined", epoch, "abandoned")
+                    self.answer("sender_sent", epoch, "abandoned")
                 case Evict(name=name):
                     assert name not in self.evicted, "evicted twice"
                     self.evicted.add(name)

@@ -238,6 +238,13 @@ class Job(Message, frozen=True):
     work: JoinJob | SendJob | SnapshotJob
 
 
+class Abandon(Message, frozen=True):
+    """The jobs of an epoch are to fail soon: a member that they wait for is gone."""
+
+    epoch: int
+    reason: str
+
+
 class JobEnded(Message, frozen=True):
     """The end of a job: seconds that it took or the path that it wrote, or why it failed."""
 
@@ -268,4 +275,4 @@ class Ended(Message, frozen=True):
 
 
 FromLearner = Ask | JobEnded
-FromProcess = Answer | Job | Note | LogLine | Ended
+FromProcess = Answer | Job | Abandon | Note | LogLine | Ended

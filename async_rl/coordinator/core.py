@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -26,6 +26,7 @@ from async_rl.config import Config
 from async_rl.coordinator import calls as c
 from async_rl.coordinator.facade import STOP_S, Facade
 from async_rl.coordinator.publishing import Publishing, Surroundings, Transfer
+from async_rl.coordinator.reach import Reach
 from async_rl.coordinator.reports import Reports
 from async_rl.coordinator.resumed import Lines, Resumed
 from async_rl.evaluation import EvaluationResult, Evaluations
@@ -78,6 +79,7 @@ class Coordinator(Facade):
             pub.PublicationSettings(deadline_s=config.weights.deadline_s), self.members.epochs
         )
         self.deadlines = LeaseDeadlines(lease_timeout_s(config), ledger, evaluations)
+        self.reach = Reach()
         self.server = Server(config.transport.max_message_bytes, keys_of(config, "learner"))
         self.reports = Reports(
             config, run_id, ledger, evaluations, self.members, self.publications, self.server, self.notify
@@ -87,6 +89,7 @@ class Coordinator(Facade):
             transfer,
             Surroundings(
                 send_to=self._send_to,
+                lose=self._lose,
                 call=self.server.call,
                 evict=self._evict,
                 published=self._published,
@@ -236,6 +239,7 @@ class Coordinator(Facade):
         now = self.clock()
         for name in self.members.expired(now):
             self._gone(name, f"silent for more than {self.members.heartbeat_timeout_s:g} s")
+        self._lose(self.reach.look(self.publications.awaited(), self._probe, now))
         self._expire_leases(now)
         self._reopen_absent(now)
         self.publishing.act(self.publications.tick(now))
@@ -481,6 +485,16 @@ class Coordinator(Facade):
         self.publishing.act(self.publications.member_gone(member.name, reason, now))
         self._work_changed = True
 
+    def _lose(self, names: Iterable[str]) -> None:
+        """What was sent to these members cannot arrive: they are out until they say Hello again."""
+        for name in names:
+            self._gone(name, "its connection is gone")
+
+    def _probe(self, name: str) -> bool:
+        """Whether a member is still connected; one that has left needs no second farewell."""
+        alive = p.Alive(run_id=self.run_id, policy_version=self._version())
+        return name not in self.members or self._send_to(name, alive)
+
     def _send(self, member: Member, message: p.Message) -> bool:
         return self.server.send(peer_identity(member.name, member.incarnation), message)
 
@@ -498,7 +512,7 @@ class Coordinator(Facade):
         for member, leases in self.leasing.hand_out(self.members.active(), now):
             parts = (leases[i : i + MAX_LEASES] for i in range(0, len(leases), MAX_LEASES))
             if not all(self._send(member, p.Leases(leases=tuple(part))) for part in parts):
-                self._gone(member.name, "its connection is gone")
+                self._lose([member.name])
         for name, key in [*self.ledger.take_cancelled(), *self.evaluations.take_cancelled()]:
             self._send_to(name, p.Cancelled(keys=(key,)))
 

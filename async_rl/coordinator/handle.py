@@ -133,6 +133,9 @@ class CoordinatorProcess(Facade):
                 self._answered(message)
             case c.Job():
                 self._begin(message)
+            case c.Abandon():
+                assert self._transfer is not None, "an epoch has jobs"
+                self._transfer.abandon(message.epoch, message.reason)
             case c.Note():
                 self._notify(message.text)
             case c.LogLine():

@@ -60,6 +60,10 @@ class RemoteTransfer:
         """See `Transfer.send`."""
         return self._begin(c.SendJob(manifest=manifest, deadline_s=deadline_s))
 
+    def abandon(self, epoch: int, reason: str) -> None:
+        """See `Transfer.abandon`."""
+        self._link.send(c.Abandon(epoch=epoch, reason=reason))
+
     def snapshot(self, manifest: Manifest) -> Future[Path]:
         """See `Transfer.snapshot`."""
         return self._begin(c.SnapshotJob(manifest=manifest))

@@ -7,7 +7,7 @@ calls into this thread.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +43,10 @@ class Transfer(TypingProtocol):
         """Broadcast in the group that stands; gives seconds."""
         ...
 
+    def abandon(self, epoch: int, reason: str) -> None:
+        """Have the work for an epoch fail soon, whatever it waits for."""
+        ...
+
     def snapshot(self, manifest: p.Manifest) -> Future[Path]:
         """Write a file of the version; gives its path."""
         ...
@@ -54,6 +58,8 @@ class Surroundings:
 
     send_to: Callable[[str, p.Message], bool]
     """Send to a member by name; False if it is gone."""
+    lose: Callable[[Iterable[str]], None]
+    """These members cannot be reached: they are out."""
     call: Callable[[Callable[[], None]], None]
     """Have something run by the coordinator's thread; safe from every thread."""
     evict: Callable[[pub.Evict], None]
@@ -111,10 +117,12 @@ class Publishing:
                 case pub.SendWeights():
                     self._send_weights(action)
                 case pub.SendRelabel():
-                    for name in action.names:
-                        self._around.send_to(name, p.RelabelVersion(version=action.version))
+                    relabel = p.RelabelVersion(version=action.version)
+                    self._around.lose([name for name in action.names if not self._around.send_to(name, relabel)])
                 case pub.SendSnapshot():
                     self._send_snapshot(action)
+                case pub.Abandon():
+                    self.transfer.abandon(action.epoch, action.reason)
                 case pub.Evict():
                     self._around.evict(action)
                 case pub.Done():
@@ -122,7 +130,7 @@ class Publishing:
 
     def _join_group(self, action: pub.JoinGroup) -> None:
         host, port = self.transfer.store
-        plan = action.plan
+        plan, lost = action.plan, []
         for name, rank in plan.ranks.items():
             info = p.EpochInfo(
                 epoch=plan.epoch,
@@ -133,17 +141,20 @@ class Publishing:
                 size=plan.size,
                 deadline_s=action.deadline_s,
             )
-            self._around.send_to(name, p.JoinEpoch(info=info))
+            if not self._around.send_to(name, p.JoinEpoch(info=info)):
+                lost.append(name)
         job = self.transfer.join(plan.epoch, plan.size, action.deadline_s)
         self.when_done(job, lambda error: self.publications.sender_joined(plan.epoch, error, self._around.clock()))
+        self._around.lose(lost)
 
     def _send_weights(self, action: pub.SendWeights) -> None:
         manifest = self._manifest
         assert manifest is not None and manifest.version == action.version, "the buffers hold what is published"
-        for name in action.names:
-            self._around.send_to(name, p.Publish(epoch=action.epoch, manifest=manifest, deadline_s=action.deadline_s))
+        publish = p.Publish(epoch=action.epoch, manifest=manifest, deadline_s=action.deadline_s)
+        lost = [name for name in action.names if not self._around.send_to(name, publish)]
         job = self.transfer.send(manifest, action.deadline_s)
         self.when_done(job, lambda error: self.publications.sender_sent(action.epoch, error, self._around.clock()))
+        self._around.lose(lost)
 
     def when_done(self, job: Future[float], event: Callable[[str | None], Sequence[pub.Action]]) -> None:
         """Feed the outcome of a blocking job into the publication, on this thread."""
@@ -178,10 +189,9 @@ class Publishing:
         path = future.result()
         self._snapshots = {manifest.version: path}
         url = self._around.snapshot_url(manifest.version)
-        self._around.send_to(
-            action.name,
-            p.LoadSnapshot(manifest=manifest, path=str(path.resolve()), url=url, deadline_s=action.deadline_s),
-        )
+        load = p.LoadSnapshot(manifest=manifest, path=str(path.resolve()), url=url, deadline_s=action.deadline_s)
+        if not self._around.send_to(action.name, load):
+            self._around.lose([action.name])
 
     def _done(self, report: pub.Report) -> None:
         metrics = self._metrics

@@ -70,6 +70,10 @@ class Publisher:
         """Broadcast the buffers in the current group; the future gives seconds or WeightsError."""
         return self._pool.submit(self._locked, self._send, manifest, deadline_s)
 
+    def abandon(self, epoch: int, reason: str) -> None:
+        """Have the work for an epoch, under way or to come, fail soon; safe from every thread."""
+        self._sender.abandon(epoch, reason)
+
     def snapshot(self, manifest: Manifest) -> Future[Path]:
         """Write the buffers as a safetensors file, once per version; the future gives its path."""
         return self._pool.submit(self._locked, self._snapshot, manifest)

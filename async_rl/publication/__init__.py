@@ -1,6 +1,7 @@
 """Publication: a new version reaches every member, or the member is evicted; nobody is skipped silently."""
 
 from async_rl.publication.actions import (
+    Abandon,
     Action,
     Done,
     Evict,
@@ -15,6 +16,7 @@ from async_rl.publication.round import Publication
 from async_rl.publication.sequence import Publications
 
 __all__ = [
+    "Abandon",
     "Action",
     "Done",
     "Evict",

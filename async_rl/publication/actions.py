@@ -64,6 +64,14 @@ class SendSnapshot:
 
 
 @dataclass(frozen=True)
+class Abandon:
+    """Have the learner's sender give up its work for an epoch: a member that it waits for is gone."""
+
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class Evict:
     """Remove a member; it may come back with a new hello."""
 
@@ -101,4 +109,4 @@ class Done:
     report: Report
 
 
-Action = JoinGroup | SendWeights | SendRelabel | SendSnapshot | Evict | Done
+Action = JoinGroup | SendWeights | SendRelabel | SendSnapshot | Abandon | Evict | Done

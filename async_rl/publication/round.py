@@ -18,6 +18,7 @@ from typing import Literal
 
 from async_rl.membership import EpochPlan, Epochs, Member
 from async_rl.publication.actions import (
+    Abandon,
     Action,
     Done,
     Evict,
@@ -51,6 +52,7 @@ class _Stage:
     sender_waits: bool = True
     errors: dict[str, str] = field(default_factory=dict)
     sender_error: str | None = None
+    abandoned: bool = False
 
     @property
     def epoch(self) -> int:
@@ -132,10 +134,17 @@ class Publication:
         return self._flush(now)
 
     def member_gone(self, name: str, reason: str, now: float) -> list[Action]:
-        """A member left, fell silent or was replaced."""
+        """A member left, fell silent, was replaced or cannot be reached.
+
+        If the stage waits for it, it has failed now: the sender need not wait for the deadline to find out.
+        """
         target = self._targets.get(name)
         if target is None:
             return []
+        stage = self._stage
+        if stage is not None and stage.sender_waits and not stage.abandoned and name in stage.waiting:
+            stage.abandoned = True
+            self._actions.append(Abandon(stage.epoch, f"{name} is gone: {reason}"))
         self._remove(name)
         if target.state != "loaded":
             self._gone[name] = reason
@@ -154,6 +163,11 @@ class Publication:
             if target.state == "loading" and now >= target.load_by:
                 self._evict(target.name, f"did not load version {self.version} within {patience:g} s")
         return self._flush(now)
+
+    def awaited(self) -> set[str]:
+        """Members whose answer the round waits for."""
+        loading = {target.name for target in self._targets.values() if target.state == "loading"}
+        return loading | (self._stage.waiting if self._stage is not None else set())
 
     def describe(self, now: float) -> str:
         """One sentence: what the round waits for."""

@@ -105,6 +105,10 @@ class Publications:
             actions += self._handle([evict], now)
         return actions
 
+    def awaited(self) -> set[str]:
+        """Members whose answer is waited for: to the round in flight, or to a snapshot."""
+        return set(self._loads) | (self.round.awaited() if self.round else set())
+
     def describe(self, now: float) -> str:
         """One sentence: what is waited for."""
         text = self.round.describe(now) if self.round else "no publication is under way"

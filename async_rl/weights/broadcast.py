@@ -45,26 +45,33 @@ class Sender:
         self._store: TCPStore | None = serve_store(host, port)
         self.port: int = self._store.port
         self._group: Group | None = None
+        self._abandoned: tuple[int, str] | None = None
+        """The newest epoch to give up, and why."""
 
     @property
     def epoch(self) -> int | None:
         """Epoch of the group that stands; None: none."""
         return self._group.epoch if self._group else None
 
+    def abandon(self, epoch: int, reason: str) -> None:
+        """Have the work for an epoch, under way or to come, end soon with WeightsError; safe from every thread."""
+        self._abandoned = (epoch, reason)
+
     def join(self, epoch: int, size: int, deadline_s: float) -> None:
         """Build the group of an epoch with `size` ranks, this one included, leaving any earlier group.
 
-        Raises WeightsError whose `ranks` are those that did not come within the deadline.
+        Raises WeightsError whose `ranks` are those that did not come within the deadline, or until it was abandoned.
         """
         self.leave()
         assert self._store is not None, "join after close"
         forget_epochs(self._store, epoch - EPOCHS_KEPT)
         deadline = Deadline(deadline_s)
-        group = Group(self._store, self.backend, self.device, epoch, 0, size)
+        group = Group(self._store, self.backend, self.device, epoch, 0, size, lambda: self._why_abandoned(epoch))
         missing = list(range(1, size))
         while missing := [rank for rank in missing if not group.has(f"here/{rank}")]:
-            if deadline.passed():
-                reason = f"epoch {epoch}: {_ranks(missing)} of {size} did not join within {deadline_s:g} s"
+            why = group.abandoned() or (f"not within {deadline_s:g} s" if deadline.passed() else None)
+            if why is not None:
+                reason = f"epoch {epoch}: {_ranks(missing)} of {size} did not join: {why}"
                 group.write(GAVE_UP, reason)
                 raise WeightsError(reason, missing)
             time.sleep(GATHER_POLL_S)
@@ -105,6 +112,10 @@ class Sender:
                 raise WeightsError(f"{where}: not within {deadline.seconds:g} s")
             group.raise_news(where)
             time.sleep(POLL_S)
+
+    def _why_abandoned(self, epoch: int) -> str | None:
+        abandoned = self._abandoned
+        return abandoned[1] if abandoned is not None and abandoned[0] == epoch else None
 
     def leave(self) -> None:
         """Leave the group that stands, if any."""

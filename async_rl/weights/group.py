@@ -41,8 +41,19 @@ GAVE_UP, TROUBLE, GO = "gave-up", "trouble", "go"
 class Group:
     """One rank's place in the broadcast group of one epoch."""
 
-    def __init__(self, store: TCPStore, backend: Backend, device: torch.device, epoch: int, rank: int, size: int):
+    def __init__(
+        self,
+        store: TCPStore,
+        backend: Backend,
+        device: torch.device,
+        epoch: int,
+        rank: int,
+        size: int,
+        abandoned: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        """`abandoned` says why this epoch is to be given up, once it is: it is asked during every wait."""
         self.epoch, self.rank, self.size = epoch, rank, size
+        self.abandoned = abandoned
         self.transfers = 0
         """Transfers completed; both ends count alike, so it names the reports on the current one."""
         self._store = PrefixStore(f"epoch-{epoch}", store)
@@ -112,7 +123,9 @@ class Group:
             raise WeightsError(f"{where}: {_first_line(error)}") from error
 
     def raise_news(self, where: str) -> None:
-        """Raise what another rank has reported, if anything."""
+        """Raise what another rank has reported, or why this epoch is given up, if anything."""
+        if (reason := self.abandoned()) is not None:
+            raise WeightsError(f"{where}: {reason}")
         for key in (GAVE_UP, TROUBLE):
             if self.has(key):
                 raise WeightsError(f"{where}: {self.read(key)}")

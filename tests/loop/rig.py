@@ -64,6 +64,9 @@ class NoTransfer:
     def send(self, manifest: Manifest, deadline_s: float) -> Future[float]:
         return self._done()
 
+    def abandon(self, epoch: int, reason: str) -> None:
+        pass
+
     def snapshot(self, manifest: Manifest) -> Future[Path]:
         raise AssertionError("simulated engines take no snapshots")
 

@@ -35,6 +35,32 @@ async def test_a_generator_that_never_loads_is_evicted_before_the_learner_gives_
     check_account(learner)
 
 
+async def test_a_generator_killed_in_a_publication_is_out_before_any_deadline(tmp_path: Path) -> None:
+    """Nothing but its connection says so: heartbeats and the publication may take ten minutes."""
+    learner = Learner(
+        make_config(
+            tmp_path,
+            weights={"deadline_s": 600.0},
+            transport={"heartbeat_timeout_s": 600.0},
+            run={"steps": 1_000_000, "stall_timeout_s": 600.0},
+        )
+    )
+    async with fleet(learner.config, learner.start(), "good", "killed") as (_, killed):
+        await learner.until(1)
+        killed.engine.relabel = never  # type: ignore[method-assign]
+        async with asyncio.timeout(120):
+            while "loading: killed" not in learner.coordinator.status()["wait"]:
+                await asyncio.sleep(0.01)
+        await killed.kill()
+        at = len(learner.batches)
+        async with asyncio.timeout(120):
+            while len(learner.batches) < at + 8:
+                await asyncio.sleep(0.01)
+    learner.coordinator.stop("test")
+    assert any("killed left: its connection is gone" in note for note in learner.notes), learner.notes
+    check_account(learner)
+
+
 async def never(*_: object) -> None:
     """What a hung engine does."""
     await asyncio.Event().wait()

@@ -242,6 +242,7 @@ class Recorder(NoTransfer):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.asked: list[tuple[Any, ...]] = []
+        self.sending: Future[float] = Future()
 
     def join(self, epoch: int, size: int, deadline_s: float) -> Future[float]:
         self.asked.append(("join", epoch, size, deadline_s))
@@ -251,9 +252,13 @@ class Recorder(NoTransfer):
         failed.set_exception(WeightsError("no such luck"))
         return failed
 
+    def abandon(self, epoch: int, reason: str) -> None:
+        self.asked.append(("abandon", epoch, reason))
+        self.sending.set_exception(WeightsError(reason))
+
     def send(self, manifest: p.Manifest, deadline_s: float) -> Future[float]:
         self.asked.append(("send", manifest.version, deadline_s))
-        return self._done()
+        return self._done() if manifest.version == 1 else self.sending
 
     def snapshot(self, manifest: p.Manifest) -> Future[Path]:
         self.asked.append(("snapshot", manifest.version))
@@ -265,7 +270,7 @@ class Recorder(NoTransfer):
 async def test_the_learner_does_the_blocking_work_of_publications(
     config: Callable[..., Config], start: Start, tmp_path: Path
 ) -> None:
-    """A snapshot for the joiner, a join that fails and is tried again, a send: asked for and answered by message."""
+    """A snapshot for the joiner, a join that fails and is tried again, a send, an abandoned one: by message."""
     coordinator = start(config())
     transfer = Recorder(tmp_path)
     client = Client("g0", "1", 1 << 20)
@@ -289,6 +294,12 @@ async def test_the_learner_does_the_blocking_work_of_publications(
     await asyncio.to_thread(coordinator.wait_for_publication)
     assert coordinator.status()["published"] == 1
     assert [entry[:2] for entry in transfer.asked] == [("snapshot", 0), ("join", 1), ("join", 2), ("send", 1)]
+    coordinator.publish(manifest("run-1", 2), evaluate=False)
+    assert (await next_message(client, p.Publish)).manifest.version == 2
+    await client.send(p.Goodbye(reason="enough"))
+    await asyncio.to_thread(coordinator.wait_for_publication)
+    assert coordinator.status()["published"] == 2
+    assert transfer.asked[4:] == [("send", 2, 3.0), ("abandon", 2, "g0 is gone: enough")]
     client.close()
 
 

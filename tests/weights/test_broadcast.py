@@ -90,13 +90,44 @@ def test_receiver_that_never_joins_is_named_and_the_other_is_released(sender: Se
     with peers(1) as members:
         members[0].tell("join", epoch_info(sender, 5, rank=2, size=3, deadline_s=60.0))
         started = time.monotonic()
-        with pytest.raises(WeightsError, match="epoch 5: rank 1 of 3 did not join within 2 s") as failure:
+        with pytest.raises(WeightsError, match="epoch 5: rank 1 of 3 did not join: not within 2 s") as failure:
             sender.join(5, 3, 2.0)
         assert failure.value.ranks == (1,)
         with pytest.raises(WeightsError, match="rank 1 of 3 did not join"):
             members[0].answer()
         assert time.monotonic() - started < SOON_S
         assert sender.epoch is None
+
+
+@pytest.mark.slow
+def test_a_join_that_is_abandoned_ends_for_everybody(sender: Sender) -> None:
+    with peers(1) as members:
+        members[0].tell("join", epoch_info(sender, 5, rank=2, size=3, deadline_s=600.0))
+        sender.abandon(4, "an earlier epoch is none of its business")
+        threading.Timer(0.5, sender.abandon, [5, "g1 is gone: killed"]).start()
+        with pytest.raises(WeightsError, match="epoch 5: rank 1 of 3 did not join: g1 is gone: killed"):
+            sender.join(5, 3, 600.0)
+        with pytest.raises(WeightsError, match="g1 is gone: killed"):
+            members[0].answer()
+        join_all(sender, members, epoch=6)
+
+
+@pytest.mark.slow
+def test_a_send_that_is_abandoned_ends_for_everybody(sender: Sender) -> None:
+    with peers(2) as members:
+        join_all(sender, members, epoch=1)
+        buffers, manifest = filled(1, scale=2_000)
+        members[0].signal(signal.SIGSTOP)
+        members[1].tell("receive", manifest, 600.0)
+        threading.Timer(0.5, sender.abandon, [1, "g0 is gone: silent"]).start()
+        with pytest.raises(WeightsError, match=r"sending version 1.*g0 is gone: silent; rank 1 of 3 did not answer"):
+            sender.send(buffers, manifest, 600.0)
+        with pytest.raises(WeightsError, match="g0 is gone: silent"):
+            members[1].answer()
+        join_all(sender, [members[1]], epoch=2)
+        members[1].tell("receive", manifest, 60.0)
+        sender.send(buffers, manifest, 60.0)
+        assert members[1].answer()[1] == bytes_of(buffers)
 
 
 def test_recycled_memory_is_filled_again_and_only_then(sender: Sender) -> None:
