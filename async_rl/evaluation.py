@@ -166,9 +166,9 @@ class Evaluations:
         share = min(free, max(slots // 2, 1) - self.outstanding(owner))
         leases: list[MemberLease] = []
         while len(leases) < share and (place := self._waiting.pop(version)) is not None:
-            attempt = self._leases.grant(place, owner, version, now)
             round_ = self._round_of[place[0]]
-            leases.append(MemberLease(*place, attempt, round_.problems[place[0] - round_.first_ticket]))
+            problem = round_.problems[place[0] - round_.first_ticket]
+            leases.append(self._leases.grant(place, problem, owner, version, now))
         return leases
 
     def finish(self, owner: str, ticket: int, member: int, attempt: int, trajectory: Trajectory, now: float) -> Answer:

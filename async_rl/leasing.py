@@ -7,6 +7,7 @@ import heapq
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 from async_rl import protocol as p
 from async_rl.buffer import Ledger, MemberLease
@@ -15,9 +16,13 @@ from async_rl.evaluation import Evaluations
 from async_rl.membership import Member
 
 
-def member_seed(run_seed: int, key: p.LeaseKey) -> int:
-    """Seed in [0, 2^31) of one attempt at one member: every request its own, the same whenever the run is repeated."""
-    text = f"{run_seed}/{key.kind}/{key.ticket}/{key.member}/{key.attempt}"
+def member_seed(run_seed: int, kind: Literal["train", "eval"], ticket: int, member: int, failures: int = 0) -> int:
+    """Seed in [0, 2^31) of one member after so many failed results: its own, the same whenever the run is repeated.
+
+    Not of the attempt: whoever crashes ends long completions and spares short ones, so that a lost lease must sample
+    the same completion again. Another one in its place would be shorter on average.
+    """
+    text = f"{run_seed}/{kind}/{ticket}/{member}/{failures + 1}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") >> 1
 
 
@@ -94,20 +99,19 @@ class Leasing:
         trains = self.ledger.lease(member.name, member.version, slots - len(leases), now) if slots > len(leases) else []
         return leases + [self._lease("train", lease) for lease in trains]
 
-    def _lease(self, kind: str, lease: MemberLease) -> p.Lease:
+    def _lease(self, kind: Literal["train", "eval"], lease: MemberLease) -> p.Lease:
         sampling = self.config.sampling
-        key = p.LeaseKey(kind=kind, ticket=lease.ticket, member=lease.member, attempt=lease.attempt)  # type: ignore[arg-type]
         temperature = sampling.temperature if kind == "train" else self.config.evaluation.temperature
         return p.Lease(
-            kind=key.kind,
-            ticket=key.ticket,
-            member=key.member,
-            attempt=key.attempt,
+            kind=kind,
+            ticket=lease.ticket,
+            member=lease.member,
+            attempt=lease.attempt,
             problem=lease.problem,
             sampling=p.SamplingParams(
                 max_tokens=sampling.max_completion_tokens,
                 temperature=temperature,
-                seed=member_seed(self.config.run.seed, key),
+                seed=member_seed(self.config.run.seed, kind, lease.ticket, lease.member, lease.failures),
                 stop_ids=self.stop_ids,
             ),
         )

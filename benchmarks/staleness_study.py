@@ -42,7 +42,7 @@ from async_rl.learner.model import Policy, load_policy
 from async_rl.learner.ranks import init_ranks
 from async_rl.learner.update import Updater
 from async_rl.leasing import member_seed
-from async_rl.protocol import LeaseKey, Problem, SamplingParams, Trajectory
+from async_rl.protocol import Problem, SamplingParams, Trajectory
 from async_rl.recipes import tiny_model
 from async_rl.report import BLUE, GREY, ORANGE, RED, style_axis
 from benchmarks.common import add_result_arguments, check_clean, result_file
@@ -142,11 +142,11 @@ class Rollouts:
         ]
 
     def _row(self, problem: Problem, ticket: int, member: int) -> Row:
-        sampling, key = self.config.sampling, LeaseKey("train", ticket, member, 0)
+        sampling = self.config.sampling
         parameters = SamplingParams(
             max_tokens=sampling.max_completion_tokens,
             temperature=sampling.temperature,
-            seed=member_seed(self.config.run.seed, key),
+            seed=member_seed(self.config.run.seed, "train", ticket, member),
         )
         return Row(SampleRequest(f"{ticket}/{member}", problem.prompt_ids, parameters), self.end_ids)
 

@@ -14,8 +14,8 @@ from typing import Literal
 
 import msgspec
 
-from async_rl.buffer.records import Reconciled
-from async_rl.protocol import LeaseKey, ProtocolError, Trajectory
+from async_rl.buffer.records import MemberLease, Reconciled
+from async_rl.protocol import LeaseKey, Problem, ProtocolError, Trajectory
 
 Place = tuple[int, int]
 """(ticket, member)."""
@@ -125,14 +125,14 @@ class LeaseBook:
             if holder.overdue:
                 self._overdue.setdefault(holder.owner, {})[self._key(place, attempt)] = None
 
-    def grant(self, place: Place, owner: str, version: int, now: float) -> int:
-        """Give a waiting member to `owner`; returns the attempt's number."""
+    def grant(self, place: Place, problem: Problem, owner: str, version: int, now: float) -> MemberLease:
+        """Give a waiting member to `owner`."""
         member = self._open[place]
         assert not member.live, f"member {place} is given to {owner} while others hold it"
         member.attempts += 1
         member.live[member.attempts] = Holder(owner, version, now)
         self._hold(owner, self._key(place, member.attempts))
-        return member.attempts
+        return MemberLease(*place, member.attempts, problem, member.failures)
 
     def finish(self, owner: str, key: LeaseKey, trajectory: Trajectory, now: float) -> Outcome:
         """Take a result of an open member; when STORED the caller keeps the trajectory.

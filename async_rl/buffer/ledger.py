@@ -133,8 +133,7 @@ class Ledger:
                 if not (self.admits(version) and self._issue(now)):
                     break
                 continue
-            attempt = self._leases.grant(place, owner, version, now)
-            leases.append(MemberLease(*place, attempt, self._tickets[place[0]].problem))
+            leases.append(self._leases.grant(place, self._tickets[place[0]].problem, owner, version, now))
         return [lease for lease in leases if lease.ticket in self._tickets]
 
     def admits(self, version: int) -> bool:

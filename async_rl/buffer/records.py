@@ -97,6 +97,8 @@ class MemberLease(msgspec.Struct, frozen=True):
     attempt: int
     """Numbered from 1 for each member, deaths and returns included."""
     problem: Problem
+    failures: int = 0
+    """Failed results of this member so far: those alone have another completion sampled."""
 
 
 class TrajectoryGroup(msgspec.Struct, frozen=True):

@@ -13,7 +13,7 @@ from async_rl.config import Config, load_config
 from async_rl.envs.base import build_environment
 from async_rl.envs.tokenize import load_tokenizer
 from async_rl.leasing import member_seed
-from async_rl.protocol import LeaseKey, Problem
+from async_rl.protocol import Problem
 from tests.e2e.conftest import Run
 from tests.learner.plain import load_plain
 
@@ -60,8 +60,8 @@ def plain_loop(config: Config) -> tuple[list[float], list[float], list[float], A
             ticket = step * learner.batch_groups + index
             group = []
             for member in range(config.sampling.group_size):
-                key = LeaseKey(kind="train", ticket=ticket, member=member, attempt=1)
-                tokens = sample(model, problem, member_seed(config.run.seed, key), config, tokenizer.eos_token_id)
+                seed = member_seed(config.run.seed, "train", ticket, member)
+                tokens = sample(model, problem, seed, config, tokenizer.eos_token_id)
                 group.append((tokens, even_share(tokenizer.decode(tokens, skip_special_tokens=True))))
             scores = torch.tensor([reward for _, reward in group], dtype=torch.float64)
             seen += scores.tolist()

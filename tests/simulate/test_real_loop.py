@@ -14,7 +14,6 @@ import pytest
 from async_rl.buffer import TrajectoryGroup
 from async_rl.config import Config
 from async_rl.leasing import member_seed
-from async_rl.protocol import LeaseKey
 from async_rl.simulate import Simulation
 from async_rl.simulate.lengths import LengthsOf
 from async_rl.staleness import token_staleness
@@ -31,8 +30,8 @@ def same_lengths(config: Config) -> LengthsOf:
     """What the simulated engine draws from the seed of each member's first lease."""
 
     def draw(ticket: int, members: int) -> tuple[int, ...]:
-        keys = (LeaseKey(kind="train", ticket=ticket, member=m, attempt=1) for m in range(members))
-        normal = [np.random.default_rng(member_seed(config.run.seed, key)).standard_normal() for key in keys]
+        seeds = [member_seed(config.run.seed, "train", ticket, member) for member in range(members)]
+        normal = [np.random.default_rng(seed).standard_normal() for seed in seeds]
         wanted = (max(1, round(MEDIAN * math.exp(SIGMA * z))) for z in normal)
         return tuple(min(length, config.sampling.max_completion_tokens) for length in wanted)
 
