@@ -162,7 +162,7 @@ class Learner:
 
     async def until(self, num_batches: int) -> None:
         """Wait until so many batches were trained."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while len(self.batches) < num_batches and self._thread.is_alive():
                 await asyncio.sleep(0.01)
 
