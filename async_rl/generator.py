@@ -15,6 +15,7 @@ import os
 import random
 import signal
 import socket
+import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -103,6 +104,8 @@ class Generator:
         self.welcomed = False
         self.leaving = False
         self._num_requests = 0
+        self._line: dict[str, int] = {}
+        """Runs before the present one that it continues -> last version of each that belongs to it."""
         self._shared_version = -1
         """Last version of the run before that the present one continues; -1: none."""
         self.last_heard = clock()
@@ -313,13 +316,19 @@ class Generator:
             await self.client.send(finished)
 
     def _change_run(self, message: p.Welcome) -> None:
-        """Another learner answers: keep what belongs to the run that it continues, if it continues ours."""
-        last = -1 if self.run_id is None else message.ancestors.get(self.run_id, -1)
+        """Another learner answers: keep what its run shares with ours.
+
+        It may continue ours, or a run that ours continued too: a learner that ended before its first checkpoint has no
+        descendants, and the next one starts from where it had started.
+        """
+        last = -1
         if self.run_id is not None:
+            ours = {**self._line, self.run_id: sys.maxsize}
+            last = max((min(ours[run], end) for run, end in message.ancestors.items() if run in ours), default=-1)
             # The learner may have resumed from before the version loaded here: that future no longer exists.
             went_back = f"the learner went back to version {last}"
             self._discard(last, went_back if last >= 0 else f"run {message.run_id} is another run")
-        self.run_id, self._shared_version = message.run_id, last
+        self.run_id, self._shared_version, self._line = message.run_id, last, dict(message.ancestors)
         for key, finished in self.unacknowledged.items():
             self.unacknowledged[key] = msgspec.structs.replace(finished, run_id=message.run_id)
 

@@ -93,9 +93,9 @@ class Run:
         )
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Lines of metrics.jsonl so far."""
+        """Whole lines of metrics.jsonl so far; the last one may be under way."""
         path = self.folder / "run" / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
     def until(self, what: Callable[[], Any], timeout_s: float = 120.0) -> None:
         """Wait until `what` is true, at most `timeout_s`."""

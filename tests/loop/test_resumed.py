@@ -179,6 +179,28 @@ async def test_a_generator_keeps_what_the_resumed_run_shares_with_its_own(
     await worker.close()
 
 
+@pytest.mark.parametrize(("theirs", "kept"), [({"run-0": 5}, [0, 1]), ({"run-0": 9}, [0, 1]), ({"run-0": 4}, [0])])
+async def test_a_generator_keeps_what_two_runs_inherited_from_a_third(
+    tmp_path: Path, theirs: dict[str, int], kept: list[int]
+) -> None:
+    """run-1 continued run-0 after version 5 and ended before it wrote a checkpoint: run-2 continues run-0 as well."""
+    worker, wire, running = await holding(tmp_path, 5)
+    worker.generator._line = {"run-0": 5}
+    wire.sent.clear()
+    await worker.generator._handle(resumed_welcome(**theirs))
+    assert [message.key.ticket for message in wire.sent if isinstance(message, p.Finished)] == kept
+    await worker.close()
+    running.cancel()
+
+
+async def test_what_a_run_inherited_is_learned_from_its_welcome(tmp_path: Path) -> None:
+    worker, _, running = await holding(tmp_path, 4)
+    await worker.generator._handle(resumed_welcome(**{"run-1": 4}))
+    assert worker.generator._line == {"run-1": 4}
+    await worker.close()
+    running.cancel()
+
+
 async def test_a_generator_of_no_ancestor_drops_everything(tmp_path: Path) -> None:
     worker, wire, running = await holding(tmp_path, 4)
     wire.sent.clear()
