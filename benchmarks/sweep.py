@@ -1,0 +1,233 @@
+"""Throughput of the whole loop against max_staleness, publish_every, generators and batch size, with costs set by us.
+
+    python -m benchmarks.sweep --output benchmarks/results/sweep.json
+    python -m benchmarks.sweep --draw benchmarks/results/sweep.json
+    python -m benchmarks.sweep --table benchmarks/results/sweep.json
+
+Coordinator processes, ledger, sockets, publications and generators are real; engines and the learner's step sleep for
+as long as they are told, so that many points run side by side and two cores say what a cluster's loop would. Unless a
+point says otherwise, generators and learner have equal rates, so the loop could at best run at that rate: the share of
+it that is reached is what waiting for each other costs. It is taken from rates measured in the same run: the ideal
+limit is the smaller one of what the generators sample while their slots are busy and what the learner consumes while
+it trains. The synchronous baseline is the same loop with max_staleness 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import Headline, Repeated, add_result_arguments, check_clean, result_file
+from benchmarks.coordinator import write_inputs
+from benchmarks.sweep_figure import draw, tables
+from benchmarks.sweep_fleet import FleetProcess, Job
+from benchmarks.sweep_point import Learner, Pace, Point, Steps, ended, make_config
+
+SIGMAS, BATCHES, BOUNDS = (0.5, 1.0), (1, 2, 4), (1, 2, 4)
+POLICIES = ("mask", "wait", "keep")
+LARGEST_BATCH, HEAVY = BATCHES[-1], SIGMAS[-1]
+GENERATORS, PUBLISH_EVERY = (1, 2, 4), (1, 2, 4)
+REPEATS = 3
+"""Seeds of the points that headlines are made of."""
+QUICK = Pace(tokens_per_s=2000.0, load_s=0.001, seconds=1.0, parameters=1000)
+
+
+def points() -> Iterator[tuple[Point, int]]:
+    """Every point of the sweep and its number of seeds."""
+    for sigma in SIGMAS:
+        for batch in BATCHES:
+            yield Point("mask", 0, sigma, batch), REPEATS
+            for bound in (*BOUNDS, *((8,) if batch < LARGEST_BATCH else ())):
+                for policy in POLICIES:
+                    yield Point(policy, bound, sigma, batch), REPEATS if (policy, bound) == ("mask", 2) else 1
+    for generators in GENERATORS:
+        for bound in (0, *BOUNDS):
+            for every in PUBLISH_EVERY:
+                # run_ahead of at least publish_every - 1: a batch could never fill. The rest is above already.
+                if bound >= every - 1 and (every, generators) != (1, 2):
+                    yield Point("mask", bound, HEAVY, LARGEST_BATCH, every, generators), 1
+
+
+def quick_points() -> Iterator[tuple[Point, int]]:
+    """A handful, to see that everything works."""
+    yield Point("mask", 0, 0.5, 1), 1
+    for policy in POLICIES:
+        yield Point(policy, 2, 0.5, 1), 1
+    yield Point("mask", 2, 0.5, 1, 2, 1), 1
+
+
+def measure(point: Point, seed: int, pace: Pace, folder: Path, fleet: Sequence[FleetProcess], number: int) -> Steps:
+    """Run one point from beginning to end; `number` is its own among those under way."""
+    config = make_config(point, pace, folder, folder / "runs" / str(number), seed)
+    learner = Learner(config, pace, f"point-{number}")
+    generators = []
+    try:
+        address = learner.open()
+        for place in range(point.generators):
+            generators.append(fleet[place].begin(Job(number, address, f"g{place}", config)))
+        learner.await_fleet(point.generators)
+        steps = learner.run(lambda: ended(generators))
+    finally:
+        learner.close()
+    for generator in generators:
+        if error := generator.result(60.0):
+            raise RuntimeError(f"{point}: a generator failed: {error}")
+    return steps
+
+
+def figures(point: Point, steps: Steps) -> dict[str, Any]:
+    """Rates in tokens/s, shares, and medians of the parts of publications."""
+    fleet = steps.fleet.resolve()
+    idle = fleet["generator/idle_share"]
+    paused = sum(steps.publications.get("time/pause_s", ())) / steps.seconds
+    generated = fleet["throughput/generated_tokens_per_s"]
+    # While its slots are busy and no weights load; a pause that befalls idle slots takes nothing.
+    generator_rate = generated / ((1 - idle) * (1 - min(paused, 0.5)))
+    learner_rate = steps.tokens / steps.train_s
+    limit, trained = min(generator_rate, learner_rate), steps.tokens / steps.seconds
+    overdue = sum(count for age, count in steps.ages.items() if age > point.max_staleness) / steps.tokens
+    in_loss = trained * (1 - overdue if point.overdue == "mask" else 1)
+    return {
+        "steps": steps.steps,
+        "seconds": steps.seconds,
+        "generator_rate": generator_rate,
+        "learner_rate": learner_rate,
+        "generated_tokens_per_s": generated,
+        "trained_tokens_per_s": trained,
+        "in_loss_tokens_per_s": in_loss,
+        "dropped_tokens_per_s": fleet["throughput/dropped_tokens_per_s"],
+        "limit_share": trained / limit,
+        "in_loss_limit_share": in_loss / limit,
+        "overdue_share": overdue,
+        "wait_share": steps.wait_s / steps.seconds,
+        "publish_share": steps.publish_s / steps.seconds,
+        "idle_share": idle,
+        "paused_share": paused,
+        "staleness": {str(age): count / steps.tokens for age, count in sorted(steps.ages.items())},
+        "publication_s": {
+            name.removeprefix("time/").removesuffix("_s"): statistics.median(values)
+            for name, values in sorted(steps.publications.items())
+        },
+    }
+
+
+def run(planned: Sequence[tuple[Point, int]], pace: Pace, lanes: int) -> list[dict[str, Any]]:
+    """All points, `lanes` of them side by side, in the order planned."""
+    jobs = [(point, seed) for point, repeats in planned for seed in range(repeats)]
+    results: dict[int, dict[str, Any]] = {}
+    fleet = [FleetProcess() for _ in range(max(point.generators for point, _ in planned))]
+    with tempfile.TemporaryDirectory() as folder:
+        write_inputs(folder)
+        try:
+            with ThreadPoolExecutor(lanes) as pool:
+                futures = {
+                    pool.submit(measure, point, seed, pace, Path(folder), fleet, number): number
+                    for number, (point, seed) in enumerate(jobs)
+                }
+                try:
+                    for future in as_completed(futures):
+                        number = futures[future]
+                        point, seed = jobs[number]
+                        results[number] = asdict(point) | {"seed": seed} | figures(point, future.result())
+                        _tell(results[number], len(results), len(jobs))
+                except BaseException:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    raise
+        finally:
+            for process in fleet:
+                process.close()
+    return [results[number] for number in range(len(jobs))]
+
+
+def _tell(result: Mapping[str, Any], done: int, of: int) -> None:
+    print(f"{done}/{of} {result['overdue']}, max_staleness {result['max_staleness']}, sigma {result['sigma']:g}, batch "
+          f"{result['batch_per_slots']} x slots, publish_every {result['publish_every']}, {result['generators']} "
+          f"generators: {result['limit_share']:.3f} of the limit, {result['overdue_share']:.3f} overdue, "
+          f"{result['steps']} steps in {result['seconds']:.0f} s", flush=True)  # fmt: skip
+
+
+SETTINGS = tuple(field.name for field in dataclasses.fields(Point))
+
+
+def summarize(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each point: medians over its seeds, and the speed-up over its synchronous baseline."""
+    grouped: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for one in runs:
+        grouped.setdefault(tuple(one[name] for name in SETTINGS), []).append(one)
+    rows = []
+    for same in grouped.values():
+        row: dict[str, Any] = {name: same[0][name] for name in SETTINGS} | {"n": len(same)}
+        for name, value in same[0].items():
+            if isinstance(value, float) and name not in SETTINGS:
+                row[name] = statistics.median(one[name] for one in same)
+        row["staleness"], row["publication_s"] = same[0]["staleness"], same[0]["publication_s"]
+        synchronous = _synchronous(runs, same[0])
+        row["limit_share_repeated"] = Repeated.of(one["limit_share"] for one in same)
+        row["in_loss_limit_share_repeated"] = Repeated.of(one["in_loss_limit_share"] for one in same)
+        row["speed_up"] = Repeated.of(one["trained_tokens_per_s"] / synchronous for one in same)
+        rows.append(row)
+    return rows
+
+
+def _synchronous(runs: Sequence[Mapping[str, Any]], point: Mapping[str, Any]) -> float:
+    """Trained tokens/s of the same fleet, lengths and batch with max_staleness 0; median of its seeds."""
+    same = ("sigma", "batch_per_slots", "generators")
+    found = [one["trained_tokens_per_s"] for one in runs
+             if one["max_staleness"] == 0 and all(one[name] == point[name] for name in same)]  # fmt: skip
+    return statistics.median(found) if found else float("nan")
+
+
+def headlines(rows: Sequence[Mapping[str, Any]]) -> list[Headline]:
+    """Both tails at max_staleness 2, masked, with the largest batch; and what a publication is made of there."""
+    found = []
+    for row in rows:
+        settings = {"overdue": "mask", "max_staleness": 2, "publish_every": 1, "generators": 2}
+        if all(row[name] == value for name, value in settings.items()) and row["batch_per_slots"] == LARGEST_BATCH:
+            where = f"sigma {row['sigma']:g}"
+            found += [
+                Headline(f"share of the ideal limit, {where}", row["limit_share_repeated"], "", ">= 0.95"),
+                Headline(f"the same without masked tokens, {where}", row["in_loss_limit_share_repeated"]),
+                Headline(f"times synchronous, {where}", row["speed_up"], "", ">= 2.3"),
+            ]
+            parts = row["publication_s"]
+            found += [Headline(f"publication: {name}, {where}", parts[name], "s") for name in parts]
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=Pace.seconds, help="for which each point is measured")
+    parser.add_argument("--lanes", type=int, default=14, help="points side by side; they sleep most of the time")
+    parser.add_argument("--quick", action="store_true", help="a handful of points, a second each: not for results")
+    parser.add_argument("--draw", type=Path, metavar="RESULT", help="measure nothing: draw the figures of a result")
+    parser.add_argument("--table", type=Path, metavar="RESULT", help="measure nothing: print a result as Markdown")
+    add_result_arguments(parser)
+    arguments = parser.parse_args(argv)
+    if arguments.table:
+        print(tables(json.loads(arguments.table.read_text())["summary"]))
+        return 0
+    if arguments.draw:
+        draw(json.loads(arguments.draw.read_text())["summary"], arguments.draw)
+        return 0
+    check_clean(arguments)
+    planned = list(quick_points() if arguments.quick else points())
+    pace = QUICK if arguments.quick else Pace(seconds=arguments.seconds)
+    runs = run(planned, pace, arguments.lanes)
+    rows = summarize(runs)
+    result = {"pace": asdict(pace), "summary": rows, "runs": runs}
+    result_file(arguments, "benchmarks.sweep", result, headlines(rows))
+    if arguments.output:
+        draw(json.loads(arguments.output.read_text())["summary"], arguments.output)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
