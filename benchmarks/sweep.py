@@ -7,9 +7,9 @@
 Coordinator processes, ledger, sockets, publications and generators are real; engines and the learner's step sleep for
 as long as they are told, so that many points run side by side and two cores say what a cluster's loop would. Unless a
 point says otherwise, generators and learner have equal rates, so the loop could at best run at that rate: the share of
-it that is reached is what waiting for each other costs. It is taken from rates measured in the same run: the ideal
-limit is the smaller one of what the generators sample while their slots are busy and what the learner consumes while
-it trains. The synchronous baseline is the same loop with max_staleness 0.
+it that is reached says what waiting for each other costs. The ideal limit is the smaller one of two rates measured in
+the same run: what the generators sample while their slots are busy, and what the learner consumes while it trains. The
+synchronous baseline is the same loop with max_staleness 0.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from typing import Any
 from benchmarks.common import Headline, Repeated, add_result_arguments, check_clean, result_file
 from benchmarks.coordinator import write_inputs
 from benchmarks.sweep_figure import draw, tables
-from benchmarks.sweep_fleet import FleetProcess, Job
-from benchmarks.sweep_point import Learner, Pace, Point, Steps, ended, make_config
+from benchmarks.sweep_fleet import END_S, FleetProcess, Job
+from benchmarks.sweep_point import SLOTS, Learner, Pace, Point, Steps, check_alive, make_config
 
 SIGMAS, BATCHES, BOUNDS = (0.5, 1.0), (1, 2, 4), (1, 2, 4)
 POLICIES = ("mask", "wait", "keep")
@@ -74,24 +74,20 @@ def measure(point: Point, seed: int, pace: Pace, folder: Path, fleet: Sequence[F
         for place in range(point.generators):
             generators.append(fleet[place].begin(Job(number, address, f"g{place}", config)))
         learner.await_fleet(point.generators)
-        steps = learner.run(lambda: ended(generators))
+        steps = learner.run(lambda: check_alive(generators))
     finally:
         learner.close()
-    for generator in generators:
-        if error := generator.result(60.0):
-            raise RuntimeError(f"{point}: a generator failed: {error}")
+    ends = [generator.result(END_S) for generator in generators]
+    if errors := [end.error for end in ends if end.error]:
+        raise RuntimeError(f"{point}: a generator failed: {errors[0]}")
+    steps.slot_rate = sum(end.tokens for end in ends) / sum(end.working_s for end in ends)
     return steps
 
 
 def figures(point: Point, steps: Steps) -> dict[str, Any]:
     """Rates in tokens/s, shares, and medians of the parts of publications."""
     fleet = steps.fleet.resolve()
-    idle = fleet["generator/idle_share"]
-    paused = sum(steps.publications.get("time/pause_s", ())) / steps.seconds
-    generated = fleet["throughput/generated_tokens_per_s"]
-    # While its slots are busy and no weights load; a pause that befalls idle slots takes nothing.
-    generator_rate = generated / ((1 - idle) * (1 - min(paused, 0.5)))
-    learner_rate = steps.tokens / steps.train_s
+    generator_rate, learner_rate = steps.slot_rate * SLOTS * point.generators, steps.tokens / steps.train_s
     limit, trained = min(generator_rate, learner_rate), steps.tokens / steps.seconds
     overdue = sum(count for age, count in steps.ages.items() if age > point.max_staleness) / steps.tokens
     in_loss = trained * (1 - overdue if point.overdue == "mask" else 1)
@@ -100,7 +96,7 @@ def figures(point: Point, steps: Steps) -> dict[str, Any]:
         "seconds": steps.seconds,
         "generator_rate": generator_rate,
         "learner_rate": learner_rate,
-        "generated_tokens_per_s": generated,
+        "generated_tokens_per_s": fleet["throughput/generated_tokens_per_s"],
         "trained_tokens_per_s": trained,
         "in_loss_tokens_per_s": in_loss,
         "dropped_tokens_per_s": fleet["throughput/dropped_tokens_per_s"],
@@ -109,8 +105,9 @@ def figures(point: Point, steps: Steps) -> dict[str, Any]:
         "overdue_share": overdue,
         "wait_share": steps.wait_s / steps.seconds,
         "publish_share": steps.publish_s / steps.seconds,
-        "idle_share": idle,
-        "paused_share": paused,
+        # Told at heartbeats: a window without one has none.
+        "idle_share": fleet.get("generator/idle_share", 0.0),
+        "paused_share": sum(steps.publications.get("time/pause_s", ())) / steps.seconds,
         "staleness": {str(age): count / steps.tokens for age, count in sorted(steps.ages.items())},
         "publication_s": {
             name.removeprefix("time/").removesuffix("_s"): statistics.median(values)

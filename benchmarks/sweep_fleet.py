@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from async_rl.config import Config
-from async_rl.engines.base import EngineError, LoadReport
+from async_rl.engines.base import EngineError, LoadReport, Sample, SampleRequest
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.generator import Generator
 from async_rl.protocol import EpochInfo, Manifest
@@ -50,7 +50,11 @@ class JobEnd(msgspec.Struct, frozen=True):
     """How a job ended; an empty error is a run that was told to stop."""
 
     number: int
-    error: str
+    error: str = ""
+    tokens: int = 0
+    """Sampled by completed requests."""
+    working_s: float = 0.0
+    """Their time in a slot, without that in which weights were loaded: tokens / working_s is the rate of a slot."""
 
 
 class ReceivingEngine(SimulatedEngine):
@@ -63,6 +67,15 @@ class ReceivingEngine(SimulatedEngine):
         super().__init__(engine, slots=config.generator.slots, running_requests=config.generator.running_requests)  # type: ignore[arg-type]
         self._receiver = Receiver()
         self._held: ReceivedWeights | None = None
+        self.tokens, self.working_s = 0, 0.0
+
+    async def _sample(self, request: SampleRequest) -> Sample:
+        await self._resumed.wait()
+        began = self._now()
+        sample = await super()._sample(request)
+        self.tokens += len(sample.completion_ids)
+        self.working_s += self._now() - began
+        return sample
 
     async def join_epoch(self, info: EpochInfo) -> None:
         """Join the group of an epoch in the background."""
@@ -95,14 +108,15 @@ class ReceivingEngine(SimulatedEngine):
         self._receiver.close()
 
 
-async def generate(job: Job) -> str:
-    """Work until the point's learner says stop; returns its reason."""
+async def generate(job: Job) -> JobEnd:
+    """Work until the point's learner says stop."""
     engine = ReceivingEngine(job.config)
     client = Client(job.name, str(job.number), job.config.transport.max_message_bytes)
     client.connect(job.address)
     try:
         generator = Generator(job.config, engine, Arithmetic(), Numbers(), client, job.name, str(job.number))  # type: ignore[arg-type]
-        return await generator.run()
+        await generator.run()
+        return JobEnd(job.number, tokens=engine.tokens, working_s=engine.working_s)
     finally:
         client.close()
         await engine.close()
@@ -122,13 +136,12 @@ async def serve() -> None:
 
 
 async def _work(job: Job) -> None:
-    error = ""
     try:
-        await generate(job)
+        end = await generate(job)
     except Exception as failure:  # the boundary of this job: the point that it belongs to fails with it
         logging.exception("generator %s failed", job.name)
-        error = f"{type(failure).__name__}: {failure}"
-    sys.stdout.buffer.write(msgspec.json.encode(JobEnd(job.number, error)) + b"\n")
+        end = JobEnd(job.number, f"{type(failure).__name__}: {failure}")
+    sys.stdout.buffer.write(msgspec.json.encode(end) + b"\n")
     sys.stdout.buffer.flush()
 
 
@@ -138,14 +151,14 @@ class FleetProcess:
     def __init__(self) -> None:
         argv = [sys.executable, "-m", "benchmarks.sweep_fleet"]
         self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self._jobs: dict[int, Future[str]] = {}
+        self._jobs: dict[int, Future[JobEnd]] = {}
         self._lock = threading.Lock()
         self._reader = threading.Thread(target=self._read, name="fleet", daemon=True)
         self._reader.start()
 
-    def begin(self, job: Job) -> Future[str]:
-        """Start a generator; the future gives its error when it has ended, empty for none."""
-        end: Future[str] = Future()
+    def begin(self, job: Job) -> Future[JobEnd]:
+        """Start a generator; the future gives how it ended."""
+        end: Future[JobEnd] = Future()
         assert self._process.stdin is not None
         with self._lock:
             self._jobs[job.number] = end
@@ -167,9 +180,9 @@ class FleetProcess:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             end = msgspec.json.decode(line, type=JobEnd)
-            self._jobs.pop(end.number).set_result(end.error)
+            self._jobs.pop(end.number).set_result(end)
         for number in list(self._jobs):
-            self._jobs.pop(number).set_result("its process ended")
+            self._jobs.pop(number).set_result(JobEnd(number, "its process ended"))
 
 
 if __name__ == "__main__":

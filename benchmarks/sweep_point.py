@@ -23,6 +23,7 @@ from async_rl.coordinator.handle import CoordinatorProcess
 from async_rl.learner.publisher import Publisher
 from async_rl.metrics import Metrics
 from async_rl.staleness import token_staleness
+from benchmarks.sweep_fleet import JobEnd
 
 SLOTS, GROUP_SIZE, MEDIAN_TOKENS, MAX_TOKENS = 16, 8, 100.0, 4096
 EQUAL_GENERATORS = 2
@@ -80,6 +81,8 @@ class Steps:
     train_s: float = 0.0
     publish_s: float = 0.0
     seconds: float = 0.0
+    slot_rate: float = 0.0
+    """Tokens/s of a slot that has a request, while no weights load."""
     fleet: Metrics = field(default_factory=Metrics)
     publications: dict[str, list[float]] = field(default_factory=dict)
 
@@ -221,8 +224,9 @@ class Learner:
         self.steps.fleet.merge(metrics)
 
 
-def ended(generators: Sequence[Future[str]]) -> None:
+def check_alive(generators: Sequence[Future[JobEnd]]) -> None:
     """Raise what ended a generator before its time."""
     for generator in generators:
         if generator.done():
-            raise RuntimeError(f"a generator ended while its point was measured: {generator.result() or 'no error'}")
+            why = generator.result().error or "it was told to stop"
+            raise RuntimeError(f"a generator ended while its point was measured: {why}")
