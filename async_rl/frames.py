@@ -7,6 +7,7 @@ nothing: every frame must be used exactly once and hold exactly the bytes that d
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,9 @@ import numpy as np
 Frame = bytes | bytearray | memoryview
 
 DTYPES = ("int32", "int64", "uint8", "float32", "float64")
-_ITEMSIZE = {name: np.dtype(name).itemsize for name in DTYPES}
+_LITTLE = {name: np.dtype(name).newbyteorder("<") for name in DTYPES}
+_NAMES = {dtype: name for name, dtype in _LITTLE.items()}
+"""A dtype's own `name` costs microseconds."""
 _ARRAY_CODE = 1
 _MAX_DIMENSIONS = 8
 _MAX_ELEMENTS = 1 << 40
@@ -51,7 +54,7 @@ def value_to_frames(value: Any) -> list[Frame]:
             return item.item()
         if not isinstance(item, np.ndarray):
             raise TypeError(f"cannot encode a {type(item).__name__}; use plain data, structs or numpy arrays")
-        reference = _ArrayRef(len(frames), item.dtype.name, item.shape)
+        reference = _ArrayRef(len(frames), dtype_name(item), item.shape)
         frames.append(_array_bytes(item))
         return msgspec.msgpack.Ext(_ARRAY_CODE, _REF_ENCODER.encode(reference))
 
@@ -59,14 +62,26 @@ def value_to_frames(value: Any) -> list[Frame]:
     return frames
 
 
+def dtype_name(array: np.ndarray) -> str:
+    """The name of an array's dtype, such as 'int32', whatever its byte order."""
+    return _NAMES.get(array.dtype) or array.dtype.name
+
+
 def _array_bytes(array: np.ndarray) -> Frame:
     """The array's bytes in C order, little-endian."""
-    if array.dtype.name not in DTYPES:
-        raise TypeError(f"cannot encode an array of {array.dtype}; convert it to one of {', '.join(DTYPES)}")
     if not array.size:
+        if dtype_name(array) not in DTYPES:
+            raise _unknown_dtype(array)
         return b""
-    little = array.astype(array.dtype.newbyteorder("<"), copy=False)
-    return np.ascontiguousarray(little).reshape(-1).view(np.uint8).data.toreadonly()
+    if array.dtype not in _NAMES:
+        if array.dtype.name not in DTYPES:
+            raise _unknown_dtype(array)
+        array = array.astype(array.dtype.newbyteorder("<"))
+    return np.ascontiguousarray(array).data.cast("B").toreadonly()
+
+
+def _unknown_dtype(array: np.ndarray) -> TypeError:
+    return TypeError(f"cannot encode an array of {array.dtype}; convert it to one of {', '.join(DTYPES)}")
 
 
 def value_from_frames(
@@ -84,14 +99,12 @@ def value_from_frames(
     header = memoryview(frames[0])
     if max_header_bytes is not None and header.nbytes > max_header_bytes:
         raise ProtocolError(f"header of {header.nbytes} bytes exceeds the limit of {max_header_bytes}")
-    arrays = _Arrays(frames)
-    decoder = msgspec.msgpack.Decoder(kind, dec_hook=_expect, ext_hook=arrays.read)
     try:
-        value = decoder.decode(header)
+        value, unused = _reader(kind).read(header, frames)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ProtocolError(one_line(f"malformed header: {error}")) from None
-    if arrays.unused:
-        raise ProtocolError(f"frame {min(arrays.unused)} of {len(frames)} is not used by the header")
+    if unused:
+        raise ProtocolError(f"frame {min(unused)} of {len(frames)} is not used by the header")
     return value
 
 
@@ -102,36 +115,62 @@ def _expect(kind: type, item: Any) -> Any:
     raise msgspec.ValidationError(f"Expected `{kind.__name__}`, got `{type(item).__name__}`")
 
 
-class _Arrays:
-    """Reads array references of one header and keeps account of the frames."""
+class _Reader:
+    """Decodes headers of one type, one at a time; reads their array references and keeps account of the frames."""
 
-    def __init__(self, frames: Sequence[Frame]) -> None:
-        self._frames = frames
-        self.unused = set(range(1, len(frames)))
+    def __init__(self, kind: Any) -> None:
+        self._decoder = msgspec.msgpack.Decoder(kind, dec_hook=_expect, ext_hook=self._array)
+        self._frames: Sequence[Frame] = ()
+        self._unused: set[int] = set()
 
-    def read(self, code: int, data: memoryview) -> np.ndarray:
+    def read(self, header: memoryview, frames: Sequence[Frame]) -> tuple[Any, set[int]]:
+        """(value, numbers of the frames that it does not use)."""
+        self._frames, self._unused = frames, set(range(1, len(frames)))
+        try:
+            return self._decoder.decode(header), self._unused
+        finally:
+            self._frames = ()
+
+    def _array(self, code: int, data: memoryview) -> np.ndarray:
         if code != _ARRAY_CODE:
             raise msgspec.ValidationError(f"unknown extension code {code}")
         reference = _REF_DECODER.decode(data)
-        if reference.frame not in self.unused:
+        if reference.frame not in self._unused:
             raise msgspec.ValidationError(f"frame {reference.frame} does not exist or is used twice")
-        self.unused.remove(reference.frame)
+        self._unused.remove(reference.frame)
         return _view(memoryview(self._frames[reference.frame]), reference)
+
+
+class _Readers(threading.local):
+    """By type, for each thread: to make the decoder of a union costs more than to decode a message."""
+
+    def __init__(self) -> None:
+        self.of: dict[Any, _Reader] = {}
+
+
+_READERS = _Readers()
+
+
+def _reader(kind: Any) -> _Reader:
+    found = _READERS.of.get(kind)
+    if found is None:
+        found = _READERS.of[kind] = _Reader(kind)
+    return found
 
 
 def _view(frame: memoryview, reference: _ArrayRef) -> np.ndarray:
     """A read-only array over `frame`, copied only where its memory is not aligned for the dtype."""
-    itemsize = _ITEMSIZE.get(reference.dtype)
-    if itemsize is None:
+    dtype = _LITTLE.get(reference.dtype)
+    if dtype is None:
         raise msgspec.ValidationError(f"dtype {reference.dtype!r} is not one of {', '.join(DTYPES)}")
     shape = reference.shape
     if len(shape) > _MAX_DIMENSIONS or min(shape, default=0) < 0 or math.prod(max(n, 1) for n in shape) > _MAX_ELEMENTS:
         raise msgspec.ValidationError(f"shape {shape} is out of bounds")
-    expected = math.prod(shape) * itemsize
+    expected = math.prod(shape) * dtype.itemsize
     if expected != frame.nbytes:
         text = f"frame {reference.frame} has {frame.nbytes} bytes, {reference.dtype}{list(shape)} has {expected}"
         raise msgspec.ValidationError(text)
-    array: np.ndarray = np.ndarray(shape, np.dtype(reference.dtype).newbyteorder("<"), buffer=frame)
+    array: np.ndarray = np.ndarray(shape, dtype, buffer=frame)
     if not array.flags.aligned:
         array = array.copy()
     array.flags.writeable = False

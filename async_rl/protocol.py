@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from async_rl.frames import Frame, ProtocolError, value_from_frames, value_to_frames
+from async_rl.frames import Frame, ProtocolError, dtype_name, value_from_frames, value_to_frames
 from async_rl.frames import decode_value as decode_value
 from async_rl.frames import encode_value as encode_value
 
@@ -390,8 +390,10 @@ def _require(condition: bool, text: str) -> None:
 
 
 def _check_array(name: str, array: np.ndarray, dtype: str, length: int) -> None:
-    _require(array.dtype.name == dtype, f"{name} is {array.dtype}, expected {dtype}")
-    _require(array.shape == (length,), f"{name} has shape {list(array.shape)}, expected [{length}]")
+    if dtype_name(array) != dtype:
+        raise ProtocolError(f"{name} is {array.dtype}, expected {dtype}")
+    if array.shape != (length,):
+        raise ProtocolError(f"{name} has shape {list(array.shape)}, expected [{length}]")
 
 
 def check_trajectory(trajectory: Trajectory) -> None:
