@@ -487,6 +487,7 @@ class CheckpointConfig(Section, frozen=True):
     keep_last: Annotated[int, _text("Newest checkpoints that stay; older ones go once a new one is complete.", ge=1)] = 2
     keep_every: Annotated[int, _text("Checkpoints at multiples of this step stay as well; 0: none.", ge=0)] = 0
     background: Annotated[bool, _text("Write while training goes on, from a copy of model and optimizer in host memory; false: training waits.")] = True
+    deadline_s: Annotated[float, _text("A checkpoint that is not written by then ends the run with an error: its disk hangs. What was complete before stays.", gt=0)] = 1800.0
     accept_changed: Annotated[
         tuple[Literal["problems", "tickets"], ...],
         _text("Differences to the checkpoint that are accepted: other problems; other settings that tickets are bound to. Either drops tickets under way, counted."),

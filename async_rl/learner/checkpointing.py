@@ -8,7 +8,6 @@ import platform
 import random
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +20,9 @@ import torch.distributed as dist
 from async_rl import __version__
 from async_rl.checkpoints import names
 from async_rl.checkpoints.names import CheckpointError
-from async_rl.checkpoints.save import Contents, Retention, Saved, Writer
+from async_rl.checkpoints.save import Contents, Retention, Writer
 from async_rl.checkpoints.tensors import Staging, all_tensors, load_model_and_optimizer
+from async_rl.checkpoints.writing import Writing
 from async_rl.config import Config
 from async_rl.learner.model import is_weight_file
 from async_rl.learner.ranks import MARGIN_S, RankContext, broadcast_bytes
@@ -60,9 +60,9 @@ class Checkpoints:
         self._last_time = clock()
         self._staging = Staging()
         self._metrics = Metrics()
-        self._pending: Future[Saved] | None = None
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        timeout = timedelta(seconds=config.run.stall_timeout_s + MARGIN_S)
+        self._pending: Writing | None = None
+        # Its waits are for the slowest rank's writing.
+        timeout = timedelta(seconds=self.settings.deadline_s + MARGIN_S)
         # A group of its own: training's collectives run at the same time, in an order that differs from rank to rank.
         self._group = dist.new_group(backend="gloo", timeout=timeout) if ctx.world > 1 else None
         self._writer = Writer(
@@ -90,7 +90,8 @@ class Checkpoints:
     def save(self, step: int, shared: dict[str, bytes] | None) -> None:
         """Save `step`; returns once training may go on. A failure is told and counted, and training goes on.
 
-        The save before is waited for first. `shared` are the files that rank 0 alone writes.
+        The save before is waited for first, up to checkpoint.deadline_s: then CheckpointError. `shared` are the files
+        that rank 0 alone writes.
         """
         started = time.monotonic()
         self.wait()
@@ -102,21 +103,23 @@ class Checkpoints:
             shared=shared,
             model_files=self.policy.source,
         )
-        self._pending = self._pool.submit(self._writer.write, contents)
+        self._pending = Writing(
+            step, self._writer.run_dir, self.settings.deadline_s, lambda: self._writer.write(contents)
+        )
         self.last_step, self._last_time = step, self.clock()
         if not self.settings.background:
             self.wait()
         self._metrics.sum("time/checkpoint_s", time.monotonic() - started)
 
     def wait(self) -> None:
-        """Return once no save is under way."""
+        """Return once no save is under way; CheckpointError when it takes longer than checkpoint.deadline_s."""
         if self._pending is not None:
+            self._pending.wait()
             self._take(self._pending)
 
     def close(self) -> None:
-        """Wait for the save under way and end the thread."""
+        """Wait for the save under way, the last one."""
         self.wait()
-        self._pool.shutdown()
 
     def record(self, metrics: Metrics) -> None:
         """Add what happened since the last call; rank 0."""
@@ -125,7 +128,7 @@ class Checkpoints:
         metrics.merge(self._metrics)
         self._metrics = Metrics()
 
-    def _take(self, pending: Future[Saved]) -> None:
+    def _take(self, pending: Writing) -> None:
         self._pending = None
         try:
             saved = pending.result()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import random
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,10 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from async_rl.checkpoints.disk import Disk
 from async_rl.checkpoints.export import Stored, export_checkpoint, plan_shards
 from async_rl.checkpoints.find import find_named
+from async_rl.checkpoints.names import CheckpointError
 from async_rl.checkpoints.tensors import all_tensors
 from async_rl.config import Config
 from async_rl.learner.checkpointing import Checkpoints, random_state, restore_random_state
@@ -134,6 +139,52 @@ def test_a_full_disk_is_told_and_counted_and_training_goes_on(
     assert len(notes) == 1 and "step 1 could not be written" in notes[0]
     assert f"[Errno {errno.ENOSPC}] No space left" in notes[0]
     assert find_named(config.run.dir).step == 2 and checkpoints.error is None
+
+
+class HungDisk(Disk):
+    """Never comes back from a sync, until it is let go."""
+
+    def __init__(self) -> None:
+        self.let_go = threading.Event()
+
+    def sync(self, folder: Path) -> None:
+        self.let_go.wait(120)
+
+
+def test_a_disk_that_hangs_ends_the_run_with_an_error_that_names_the_wait(
+    models: dict[str, Path], ctx: RankContext, tmp_path: Path
+) -> None:
+    train_on(settings(models, tmp_path), ctx, 1)
+    config = settings(models, tmp_path, checkpoint={"deadline_s": 0.2})
+    policy = load_policy(config.model, config.learner, ctx)
+    updater = Updater(policy, config, ctx)
+    checkpoints = Checkpoints(config, ctx, policy, updater, find_start(config))
+    disk = checkpoints._writer.disk = HungDisk()
+    checkpoints.save(2, shared(config, 2, updater))
+    with pytest.raises(CheckpointError, match=r"step 2 is not written after 0.2 s .*/run/checkpoints hangs"):
+        checkpoints.save(3, shared(config, 3, updater))
+    with pytest.raises(CheckpointError, match=r"step 2 is not written .* start the same command again"):
+        checkpoints.close()
+    assert find_named(config.run.dir).step == 1, "the one before is intact"
+    disk.let_go.set()
+
+
+def test_the_end_of_the_process_waits_for_a_save_but_not_for_a_disk_that_hangs(tmp_path: Path) -> None:
+    program = f"""
+import pathlib, sys, time
+from async_rl.checkpoints.writing import Writing
+seconds, limit = map(float, sys.argv[1:])
+def write():
+    time.sleep(seconds)
+    pathlib.Path({str(tmp_path / "written")!r}).touch()
+Writing(1, pathlib.Path("run"), limit, write)
+sys.exit(3)
+"""
+    for seconds, limit in ((1000, 0.1), (0.5, 100)):
+        assert not (tmp_path / "written").exists()
+        ended = subprocess.run([sys.executable, "-c", program, str(seconds), str(limit)], timeout=300, check=False)
+        assert ended.returncode == 3, "and says how it ended"
+    assert (tmp_path / "written").exists()
 
 
 def test_random_generators_go_on() -> None:
