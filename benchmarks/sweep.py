@@ -2,7 +2,7 @@
 
     python -m benchmarks.sweep --output benchmarks/results/sweep.json
     python -m benchmarks.sweep --draw benchmarks/results/sweep.json
-    python -m benchmarks.sweep --table benchmarks/results/sweep.json
+    python -m benchmarks.sweep --table benchmarks/results/sweep.json [--into docs/tuning.md]
 
 Coordinator processes, ledger, sockets, publications and generators are real; engines and the learner's step sleep for
 as long as they are told, so that many points run side by side and two cores say what a cluster's loop would. Unless a
@@ -27,12 +27,12 @@ from typing import Any
 
 from benchmarks.common import Headline, Repeated, add_result_arguments, check_clean, result_file
 from benchmarks.coordinator import write_inputs
-from benchmarks.sweep_figure import draw, tables
+from benchmarks.sweep_figure import draw
 from benchmarks.sweep_fleet import END_S, FleetProcess, Job
 from benchmarks.sweep_point import SLOTS, Learner, Pace, Point, Steps, check_alive, make_config
+from benchmarks.sweep_text import POLICIES, text, write
 
 SIGMAS, BATCHES, BOUNDS = (0.5, 1.0), (1, 2, 4), (1, 2, 4)
-POLICIES = ("mask", "wait", "keep")
 LARGEST_BATCH, HEAVY = BATCHES[-1], SIGMAS[-1]
 GENERATORS, PUBLISH_EVERY = (1, 2, 4), (1, 2, 4)
 REPEATS = 3
@@ -206,10 +206,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="a handful of points, a second each: not for results")
     parser.add_argument("--draw", type=Path, metavar="RESULT", help="measure nothing: draw the figures of a result")
     parser.add_argument("--table", type=Path, metavar="RESULT", help="measure nothing: print a result as Markdown")
+    parser.add_argument("--into", type=Path, metavar="DOCUMENT", help="with --table: write it between the marks there")
     add_result_arguments(parser)
     arguments = parser.parse_args(argv)
     if arguments.table:
-        print(tables(json.loads(arguments.table.read_text())["summary"]))
+        rows = json.loads(arguments.table.read_text())["summary"]
+        if arguments.into:
+            write(rows, arguments.into)
+        else:
+            print(text(rows))
         return 0
     if arguments.draw:
         draw(json.loads(arguments.draw.read_text())["summary"], arguments.draw)

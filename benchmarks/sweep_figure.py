@@ -1,17 +1,17 @@
-"""The sweep's result as figures and as tables in Markdown; both read the rows of its summary."""
+"""The sweep's result as figures, drawn from the rows of its summary."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from async_rl.report import BLUE, GREEN, GREY, ORANGE, RED, style_axis
+from benchmarks.sweep_text import Row, policy_rows, select, values_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Row = Mapping[str, Any]
 COLORS = {"mask": BLUE, "wait": ORANGE, "keep": GREEN}
 TOKENS_LABEL = "tokens/s"
 
@@ -22,27 +22,11 @@ def draw(rows: Sequence[Row], result: Path) -> None:
     _rates(rows, result.with_suffix(".rates.png"))
 
 
-def select(rows: Sequence[Row], **settings: Any) -> list[Row]:
-    """Rows with these settings, by max_staleness."""
-    found = [row for row in rows if all(row[name] == value for name, value in settings.items())]
-    return sorted(found, key=lambda row: row["max_staleness"])
-
-
-def policy_rows(rows: Sequence[Row], policy: str, sigma: float, batch: int) -> list[Row]:
-    """A line of the figure; it begins at the synchronous baseline, which all policies share."""
-    same = select(rows, sigma=sigma, batch_per_slots=batch, publish_every=1, generators=2)
-    return [row for row in same if row["max_staleness"] == 0 or row["overdue"] == policy]
-
-
-def _values(rows: Sequence[Row], name: str) -> list[Any]:
-    return sorted({row[name] for row in rows})
-
-
 def _shares(rows: Sequence[Row], out: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    sigmas, batches = _values(rows, "sigma"), _values(rows, "batch_per_slots")
+    sigmas, batches = values_of(rows, "sigma"), values_of(rows, "batch_per_slots")
     figure = Figure(figsize=(4 * len(batches) + 1, 4.6 * len(sigmas)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(2 * len(sigmas), len(batches), squeeze=False, sharex=True,
@@ -84,7 +68,7 @@ def _rates(rows: Sequence[Row], out: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    sigmas, batch = _values(rows, "sigma"), max(_values(rows, "batch_per_slots"))
+    sigmas, batch = values_of(rows, "sigma"), max(values_of(rows, "batch_per_slots"))
     figure = Figure(figsize=(4.2 * (len(sigmas) + 1), 4.0), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, len(sigmas) + 1)
@@ -97,8 +81,8 @@ def _rates(rows: Sequence[Row], out: Path) -> None:
         limits = [min(row["generator_rate"], row["learner_rate"]) for row in own]
         axis.plot([row["max_staleness"] for row in own], limits, color=RED, linewidth=1, linestyle=":", label="limit")
         axis.set_title(f"mask, sigma {sigma:g}, batch {batch} x slots", loc="left", fontsize=10.5)
-    for every, color in zip(_values(rows, "publish_every"), (BLUE, GREEN, ORANGE), strict=False):
-        own = [max(found, key=lambda row: row["max_staleness"]) for generators in _values(rows, "generators")
+    for every, color in zip(values_of(rows, "publish_every"), (BLUE, GREEN, ORANGE), strict=False):
+        own = [max(found, key=lambda row: row["max_staleness"]) for generators in values_of(rows, "generators")
                if (found := select(rows, sigma=sigmas[-1], batch_per_slots=batch, publish_every=every,
                                    generators=generators, overdue="mask"))]  # fmt: skip
         axes[-1].plot([row["generators"] for row in own], [row["in_loss_tokens_per_s"] for row in own], marker="o",
@@ -112,67 +96,3 @@ def _rates(rows: Sequence[Row], out: Path) -> None:
         axis.legend(frameon=False, fontsize=8)
     axes[-1].set_xlabel("generators")
     figure.savefig(out, dpi=130)
-
-
-def tables(rows: Sequence[Row]) -> str:
-    """Three tables: shares by policy, what both sides do, and publish_every by generators."""
-    return "\n\n".join([_share_table(rows), _side_table(rows), _fleet_table(rows)])
-
-
-def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *lines))
-
-
-def _share_table(rows: Sequence[Row]) -> str:
-    bounds = _values(rows, "max_staleness")[1:]
-    head = ["sigma", "batch", "`overdue`", "synchronous", *(f"max_staleness {bound}" for bound in bounds)]
-    lines = []
-    for sigma in _values(rows, "sigma"):
-        for batch in _values(rows, "batch_per_slots"):
-            for policy in COLORS:
-                own = {row["max_staleness"]: row for row in policy_rows(rows, policy, sigma, batch)}
-                cells = [_share(own.get(bound), policy) for bound in (0, *bounds)]
-                lines.append([f"{sigma:g}", f"{batch} x slots", f'`"{policy}"`', *cells])
-    return _table(head, lines)
-
-
-def _share(row: Row | None, policy: str) -> str:
-    if row is None:
-        return ""
-    if row["max_staleness"] == 0 or policy == "wait":
-        return f"{row['limit_share']:.2f}"
-    return f"{row['limit_share']:.2f}, {row['overdue_share']:.1%}"
-
-
-def _side_table(rows: Sequence[Row]) -> str:
-    batch = max(_values(rows, "batch_per_slots"))
-    head = ["sigma", "max_staleness", "tokens/s generated, trained, in the loss, dropped", "times synchronous",
-            "learner waits", "generators idle", "tokens of staleness 0, 1, 2, 3, more"]  # fmt: skip
-    lines = []
-    for sigma in _values(rows, "sigma"):
-        for row in policy_rows(rows, "mask", sigma, batch):
-            rates = ", ".join(f"{row[f'{name}_tokens_per_s']:,.0f}" for name in
-                              ("generated", "trained", "in_loss", "dropped"))  # fmt: skip
-            lines.append([f"{sigma:g}", str(row["max_staleness"]), rates, f"{row['speed_up']['median']:.2f}",
-                          f"{row['wait_share']:.1%}", f"{row['idle_share']:.1%}", _ages(row)])  # fmt: skip
-    return _table(head, lines)
-
-
-def _ages(row: Row) -> str:
-    shares = {int(age): share for age, share in row["staleness"].items()}
-    more = sum(share for age, share in shares.items() if age > 3)
-    return ", ".join(f"{share:.0%}" for share in (*(shares.get(age, 0.0) for age in range(4)), more))
-
-
-def _fleet_table(rows: Sequence[Row]) -> str:
-    sigma, batch = max(_values(rows, "sigma")), max(_values(rows, "batch_per_slots"))
-    head = ["generators", "max_staleness", "`publish_every`", "share of the limit, overdue", "times synchronous",
-            "learner waits", "generators idle", "gather, wire, load, pause of a publication"]  # fmt: skip
-    same = select(rows, sigma=sigma, batch_per_slots=batch, overdue="mask")
-    lines = []
-    for row in sorted(same, key=lambda row: (row["generators"], row["max_staleness"], row["publish_every"])):
-        parts = ", ".join(f"{row['publication_s'][name] * 1000:.0f}" for name in ("gather", "wire", "load", "pause"))
-        lines.append([str(row["generators"]), str(row["max_staleness"]), str(row["publish_every"]),
-                      f"{row['limit_share']:.2f}, {row['overdue_share']:.1%}", f"{row['speed_up']['median']:.2f}",
-                      f"{row['wait_share']:.1%}", f"{row['idle_share']:.1%}", f"{parts} ms"])  # fmt: skip
-    return _table(head, lines)

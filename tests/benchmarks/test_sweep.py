@@ -10,9 +10,13 @@ import pytest
 
 from async_rl.config.checks import run_ahead
 from async_rl.metrics import Metrics
-from benchmarks import sweep
-from benchmarks.sweep_figure import draw, tables
+from benchmarks import sweep, sweep_text
+from benchmarks.common import ROOT
+from benchmarks.results_page import RESULTS
+from benchmarks.sweep_figure import draw
 from benchmarks.sweep_point import EQUAL_GENERATORS, GROUP_SIZE, SLOTS, Pace, Point, Steps, make_config
+
+TUNING = ROOT / "docs" / "tuning.md"
 
 
 def test_every_point_can_run_and_none_comes_twice(tmp_path: Path) -> None:
@@ -91,10 +95,39 @@ def test_summary_compares_each_point_with_the_synchronous_one_of_its_kind(tmp_pa
     draw(written, tmp_path / "sweep.json")
     for name in ("sweep.png", "sweep.rates.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
-    shares, sides, fleet = tables(written).split("\n\n")
+    shares, sides, fleet = sweep_text.tables(written).split("\n\n")
     assert '| 1 | 4 x slots | `"mask"` | 0.20 | 0.80, 50.0% | 0.84, 25.0% | 0.80, 0.0% |  |' in shares
     assert "| 1 | 2 | 900, 840, 630, 0 | 4.20 | 15.0% | 25.0% | 0%, 50%, 25%, 25%, 0% |" in sides
     assert "| 4 | 4 | 4 | 0.80, 0.0% | 4.00 |" in fleet
+
+
+def test_tables_and_examples_go_between_the_marks(tmp_path: Path) -> None:
+    runs = [run_of(point, seed) for point, repeats in sweep.points() for seed in range(repeats)]
+    rows = json.loads(json.dumps(sweep.summarize(runs), default=asdict))
+    document = tmp_path / "page.md"
+    document.write_text(f"before\n{sweep_text.BEGIN}what was there\n{sweep_text.END}after\n")
+    for _ in range(2):
+        sweep_text.write(rows, document)
+    written = document.read_text()
+    assert written.startswith("before\n") and written.endswith("after\n") and "what was there" not in written
+    assert written.count("| sigma | batch |") == 1
+    assert max(map(len, sweep_text.examples(rows).splitlines())) <= 120
+    said = " ".join(sweep_text.examples(rows).split())
+    assert "by max_staleness: 4.0 at 1, 4.2 at 2, 4.0 at 4." in said
+    assert "masking 0.84, of which 25.0% of the tokens leave the loss: 0.63 train" in said
+    assert "4: 800 tokens/s, the learner waits 15%, slots idle 25%" in said
+    assert "every 4: 0.80 of the limit, mean staleness 1.8, 0.0% overdue" in said
+
+
+def test_the_document_shows_the_recorded_result(tmp_path: Path) -> None:
+    assert all(TUNING.read_text(encoding="utf-8").count(mark) == 1 for mark in (sweep_text.BEGIN, sweep_text.END))
+    if not (RESULTS / "sweep.json").exists():
+        pytest.skip("no sweep is recorded yet")
+    copy = tmp_path / "tuning.md"
+    copy.write_bytes(TUNING.read_bytes())
+    sweep_text.write(json.loads((RESULTS / "sweep.json").read_text())["summary"], copy)
+    command = "python -m benchmarks.sweep --table benchmarks/results/sweep.json --into docs/tuning.md"
+    assert copy.read_bytes() == TUNING.read_bytes(), f"run `{command}`"
 
 
 @pytest.mark.slow
