@@ -54,7 +54,8 @@ class Console:
     def update(self, step: int, values: Mapping[str, float], status: Mapping[str, Any] | None = None) -> None:
         """Show `values` (the latest of every key) after `step` steps; further calls for it only refresh the panel.
 
-        Of `status`, `wait` stands in place of advice before the first step and while `generators` is empty.
+        Of `status`, `wait` stands in place of advice before the first step and while `generators` is empty; `predicted`
+        is what the best changes would gain.
         """
         with self._lock:
             new = step > self._shown_step
@@ -64,7 +65,7 @@ class Console:
                 self._live.update(self._panel(step, values, status or {}))
             elif new and self._mode == "plain":
                 self._print(plain_line(step, values, self._config))
-                self._advise(values)
+                self._advise(values, status or {})
 
     def message(self, text: str) -> None:
         """Print one line above the panel."""
@@ -79,9 +80,9 @@ class Console:
                 self._live.stop()
                 self._live = None
 
-    def _advise(self, values: Mapping[str, float]) -> None:
+    def _advise(self, values: Mapping[str, float], status: Mapping[str, Any]) -> None:
         """Print the bottleneck, unless only its figures have changed since it was printed last."""
-        sentence = bottleneck_sentence(values, self._config)
+        sentence = bottleneck_sentence(values, self._config, status.get("predicted", ""))
         kind = re.sub(r"[\d.,]+", "", sentence)
         if kind != self._advised:
             self._advised = kind
@@ -103,7 +104,7 @@ class Console:
             table.add_row(Text(label, style="dim"), value)
         nothing_moves = "learner/wait_share" not in values or status.get("generators") == []
         wait = str(status.get("wait", "")) if nothing_moves else ""
-        sentence = wait or bottleneck_sentence(values, self._config)
+        sentence = wait or bottleneck_sentence(values, self._config, status.get("predicted", ""))
         body = Group(self._progress(step), Text(), table, Text(), Text(sentence, style="yellow"))
         return Panel(body, title=f"[bold]{self._config.run.name}[/bold]", title_align="left", padding=(0, 1))
 

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import torch
 
-from async_rl.advice import advice_after
+from async_rl.advice import Predictions, advice_after, devices_here
 from async_rl.alarms import Alarms
 from async_rl.buffer import TrajectoryGroup
 from async_rl.checkpoints import Disk, names
@@ -58,6 +58,8 @@ class Lead:
             self.console.message(f"{number} problems are not used: {reason}")
         self.publisher = Publisher(config, self.run_id, device, config.transport.host)
         self.alarms = Alarms(config, on_cpu=device.type == "cpu")
+        self.devices = devices_here(config, torch.cuda.device_count() if device.type == "cuda" else 0)
+        self.predictions = Predictions(self.run_dir, config, self.devices)
         self.sinks: list[Sink] = []
         self.last_values: dict[str, float] = {}
         self.accuracies: list[tuple[int, float]] = state.accuracies if state else []
@@ -109,7 +111,7 @@ class Lead:
         try:
             while not wanted.wait(POLL_S):
                 self._take_evaluations()
-                self.console.update(step - 1, self.last_values, self.coordinator.status())
+                self.console.update(step - 1, self.last_values, self._status())
                 if stop() or self._reached():
                     self.coordinator.withdraw()
                     return None
@@ -195,7 +197,13 @@ class Lead:
         self.last_values = {**self.last_values, **values}
         for sink in self.sinks:
             sink.write(step, values)
-        self.console.update(step, self.last_values, self.coordinator.status())
+        if self.config.metrics.console != "off":
+            self.predictions.update(step, self.last_values)
+        self.console.update(step, self.last_values, self._status())
+
+    def _status(self) -> dict[str, Any]:
+        """The coordinator's, with what the best changes would gain."""
+        return {**self.coordinator.status(), "predicted": self.predictions.sentence}
 
     def _write_evaluation(self, step: int, result: EvaluationResult) -> None:
         """A line of metrics with nothing but a round's result."""
@@ -276,7 +284,7 @@ class Lead:
 
     def _advise(self) -> None:
         """Print what would have made the run faster, and write it to <run_dir>/advice.txt."""
-        lines = advice_after(self.run_dir, self.config)
+        lines = advice_after(self.run_dir, self.config, self.devices)
         if lines:
             (self.run_dir / "advice.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
             self.console.message("what a simulation of this run says would be faster, or as fast for less:")

@@ -11,7 +11,7 @@ from async_rl.config import Config, check_config, reorder_window
 from async_rl.config.schema import VllmEngine
 from async_rl.simulate.costs import Costs
 from async_rl.simulate.outcome import Outcome
-from async_rl.simulate.simulator import simulate
+from async_rl.simulate.simulator import DRAFT, FULL, Effort, simulate, simulated_members
 
 WITHIN = 0.02
 """Of the values of a knob that come this close to the best, the least (freshest data, smallest batch) is taken."""
@@ -23,9 +23,15 @@ SPLITS = (0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0)
 """Multiples of the ranks at which both sides are equally fast, where there are too many splits to try all."""
 MOST_SPLITS = 10
 PASSES = 2
+DRAFT_SHARE = 0.2
+"""Of plan.members, in the simulations that lead to the neighbourhood of the best settings."""
+LEAST_MEMBERS = 100
+"""Lower bound of plan.members."""
 
 Settings = Mapping[str, object]
 """Setting path -> value."""
+Knob = Callable[[Config], "list[tuple[float, Settings]]"]
+"""Settings -> values to try in their place."""
 
 
 class Candidate(NamedTuple):
@@ -82,19 +88,36 @@ def devices(config: Config) -> int:
     return config.plan.devices or used
 
 
-class Search:
-    """Simulates each configuration once."""
+class OutOfBudget(Exception):
+    """A search has simulated as many members as it may."""
 
-    def __init__(self, costs: Costs, seed: int = 0, progress: Callable[[str], None] = lambda text: None) -> None:
-        self.costs, self.seed, self.progress = costs, seed, progress
+
+class Search:
+    """Simulates each configuration once, and with a budget no more members than that after the first."""
+
+    def __init__(
+        self,
+        costs: Costs,
+        seed: int = 0,
+        progress: Callable[[str], None] = lambda text: None,
+        effort: Effort = FULL,
+        budget: int | None = None,
+    ) -> None:
+        self.costs, self.seed, self.progress, self.effort, self.budget = costs, seed, progress, effort, budget
+        self.spent = 0
+        """Members simulated."""
         self._known: dict[bytes, Outcome] = {}
 
     def outcome(self, config: Config) -> Outcome:
-        """What a configuration would do."""
+        """What a configuration would do; raises OutOfBudget."""
         key = msgspec.msgpack.encode(config)
         if key not in self._known:
+            members = simulated_members(config, self.effort)
+            if self.budget is not None and self._known and self.spent + members > self.budget:
+                raise OutOfBudget
+            self.spent += members
             self.progress(f"simulation {len(self._known) + 1}")
-            self._known[key] = simulate(config, self.costs, self.seed)
+            self._known[key] = simulate(config, self.costs, self.seed, self.effort)
         return self._known[key]
 
     def curve(self, config: Config, values: Iterable[tuple[float, Settings]]) -> list[Candidate]:
@@ -109,13 +132,13 @@ class Search:
         return found
 
     def run(self, config: Config) -> Found:
-        """Vary every knob in turn, twice, and keep of each the least value that is close to the best."""
-        best = config
+        """Vary every knob in turn and keep of each the least value that is close to the best.
+
+        Twice in drafts, which find the neighbourhood, then once in full.
+        """
         knobs = self._knobs(config)
-        for _ in range(PASSES):
-            for values in knobs.values():
-                curve = self.curve(best, values(best))
-                best = choose(curve).config if curve else best
+        best = replaced(self._drafted(config, knobs), {"plan.members": config.plan.members})
+        best = self._improved(best, knobs)
         curves = {name: self.curve(best, values(best)) for name, values in knobs.items()}
         return Found(
             given=Candidate(0, config, self.outcome(config)),
@@ -124,7 +147,22 @@ class Search:
             curves={name: curve for name, curve in curves.items() if len(curve) > 1},
         )
 
-    def _knobs(self, given: Config) -> dict[str, Callable[[Config], list[tuple[float, Settings]]]]:
+    def _drafted(self, config: Config, knobs: Mapping[str, Knob]) -> Config:
+        """The best settings as far as cheap simulations tell."""
+        draft = Search(self.costs, self.seed, self.progress, DRAFT)
+        best = replaced(config, {"plan.members": max(LEAST_MEMBERS, int(DRAFT_SHARE * config.plan.members))})
+        for _ in range(PASSES):
+            best = draft._improved(best, knobs)
+        return best
+
+    def _improved(self, best: Config, knobs: Mapping[str, Knob]) -> Config:
+        """Of every knob in turn the least value that is close to the best."""
+        for values in knobs.values():
+            curve = self.curve(best, values(best))
+            best = choose(curve).config if curve else best
+        return best
+
+    def _knobs(self, given: Config) -> dict[str, Knob]:
         groups = given.learner.batch_groups
         batches = sorted({max(1, round(groups * multiple)) for multiple in BATCHES})
         return {

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from async_rl.buffer import Ledger, LedgerSettings, TrajectoryGroup
-from async_rl.config import Config
+from async_rl.config import Config, run_ahead
 from async_rl.evaluation import is_due
 from async_rl.protocol import Problem
 from async_rl.simulate.clock import EventQueue
@@ -26,14 +27,27 @@ from async_rl.staleness import token_staleness
 
 WARM_UP_SHARE = 0.15
 """Share of the steps that is simulated before counting begins; at least as many as it takes to fill the run-ahead."""
-FEWEST_STEPS, MOST_STEPS = 30, 5000
+MOST_STEPS = 5000
 SHRINK_ABOVE = 2
 """A simulation may take this many times plan.members before its fleet is shrunk."""
 INSTANTS_PER_MEMBER, MOST_INSTANTS = 100, 100_000
 """A step that takes more instants than these together will never end: generators fail faster than they finish."""
-FEWEST_SLOTS = 256
-"""Slots below which no fleet is shrunk: the law of large numbers must still hold."""
 _NO_PROMPT = np.zeros(0, dtype=np.int32)
+
+
+class Effort(NamedTuple):
+    """How little a simulation may do."""
+
+    fewest_steps: int
+    fills: int
+    """The steps suffice to fill the run-ahead so many times."""
+    fewest_slots: int
+    """Slots below which no fleet is shrunk: the law of large numbers must still hold."""
+
+
+FULL = Effort(fewest_steps=30, fills=0, fewest_slots=256)
+DRAFT = Effort(fewest_steps=12, fills=4, fewest_slots=64)
+"""Five times as cheap; gains of a few percent are within its noise."""
 
 
 class Simulation:
@@ -193,25 +207,37 @@ def _problem(name: str, lengths: tuple[int, ...]) -> Problem:
     return Problem(id=name, prompt="", prompt_ids=_NO_PROMPT, answer=lengths)
 
 
-def steps_for(config: Config) -> int:
-    """Steps that train about plan.members members: at least `FEWEST_STEPS`, at most `MOST_STEPS`."""
-    return min(MOST_STEPS, max(FEWEST_STEPS, config.plan.members // _members(config)))
+def steps_for(config: Config, effort: Effort = FULL) -> int:
+    """Steps that train about plan.members members: at least as many as the effort says, at most `MOST_STEPS`."""
+    filled = effort.fills * (run_ahead(config.staleness, config.learner.batch_groups) + 1)
+    return min(MOST_STEPS, max(effort.fewest_steps, filled, config.plan.members // _members(config)))
 
 
-def simulate(config: Config, costs: Costs, seed: int = 0) -> Outcome:
+def simulated_count(config: Config, effort: Effort = FULL) -> int:
+    """Generators of the fleet that is simulated in place of a large one."""
+    factor = effort.fewest_steps * _members(config) / (SHRINK_ABOVE * config.plan.members)
+    least = -(-effort.fewest_slots // config.generator.slots)
+    return min(config.generator.count, max(least, round(config.generator.count / max(1.0, factor))))
+
+
+def simulated_members(config: Config, effort: Effort = FULL) -> int:
+    """Members that `simulate` trains, about: what it costs."""
+    share = simulated_count(config, effort) / config.generator.count
+    return round(steps_for(config, effort) * _members(config) * share)
+
+
+def simulate(config: Config, costs: Costs, seed: int = 0, effort: Effort = FULL) -> Outcome:
     """What a run of `config` on machines of these costs would do, after its warm-up.
 
     A fleet whose fewest steps would train several times plan.members is simulated as a smaller one of the same
     proportions, and its rates are multiplied again.
     """
-    factor = FEWEST_STEPS * _members(config) / (SHRINK_ABOVE * config.plan.members)
-    least = -(-FEWEST_SLOTS // config.generator.slots)
-    count = max(least, round(config.generator.count / max(1.0, factor)))
-    if count >= config.generator.count:
-        return Simulation(config, costs, steps_for(config), seed).run()
+    count = simulated_count(config, effort)
+    if count == config.generator.count:
+        return Simulation(config, costs, steps_for(config, effort), seed).run()
     factor = config.generator.count / count
     small, slower = _shrunk(config, costs, count, factor)
-    return enlarged(Simulation(small, slower, steps_for(small), seed).run(), factor, config)
+    return enlarged(Simulation(small, slower, steps_for(small, effort), seed).run(), factor, config)
 
 
 def _members(config: Config) -> int:

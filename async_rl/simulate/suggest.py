@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from async_rl.config import Config
+from async_rl.config import Config, ConfigError
 from async_rl.simulate.outcome import Outcome
-from async_rl.simulate.search import WITHIN, Search, Settings, replaced
+from async_rl.simulate.search import WITHIN, OutOfBudget, Search, Settings, devices_of_generator, replaced
 
 WORTH = 0.05
 """Predicted gains below this are not worth a change."""
@@ -33,6 +33,12 @@ class Suggestion(NamedTuple):
         moved = "; ".join([*shares, *([self.reason] if self.reason else [])])
         return f"{what}: {self.gain:+.0%} trained tokens/s" + (f" ({moved})" if moved else "")
 
+    @property
+    def short(self) -> str:
+        """Such as: staleness.max_staleness 2 -> 3 (+18%)."""
+        what = ", ".join(f"{path} {self.before[path]} -> {new}" for path, new in self.changes.items())
+        return f"{what} ({self.gain:+.0%})"
+
     def _moved(self) -> tuple[tuple[str, float, float], ...]:
         now, then = self.now, self.then
         return (
@@ -42,25 +48,29 @@ class Suggestion(NamedTuple):
         )
 
 
-def suggest(config: Config, search: Search) -> list[Suggestion]:
-    """Changes that gain at least `WORTH`, the best setting first, then machines; then what could be spared."""
+def suggest(config: Config, search: Search, devices: int | None = None) -> list[Suggestion]:
+    """Changes that gain at least `WORTH`, the best setting first, then machines; then what could be spared.
+
+    With `devices` no change takes more than so many in all. What cannot gain is not simulated, and a search out of its
+    budget ends with what it has found.
+    """
     now = search.outcome(config)
-    gains = [_best(config, now, search, values) for values in (*_settings(config), *_machines(config))]
-    found = [s for s in gains if s is not None and s.gain >= WORTH]
-    num_settings = len(_settings(config))
-    settings = [s for s in found if s in gains[:num_settings]]
-    machines = [s for s in found if s not in settings]
-    order = [*sorted(settings, key=lambda s: -s.gain), *sorted(machines, key=lambda s: -s.gain)]
-    return [*order, *_spared(config, now, search)]
+    settings = [_best(config, now, search, values) for values in _settings(config, now)]
+    machines = [_best(config, now, search, values) for values in _machines(config, now, devices)]
+    worth = [[s for s in found if s is not None and s.gain >= WORTH] for found in (settings, machines)]
+    return [*(s for found in worth for s in sorted(found, key=lambda s: -s.gain)), *_spared(config, now, search)]
 
 
-def _settings(config: Config) -> list[list[Settings]]:
+def _settings(config: Config, now: Outcome) -> list[list[Settings]]:
+    """Values of each knob that can gain: with the limit nearly reached, staleness cannot."""
     s, groups = config.staleness, config.learner.batch_groups
-    knobs: list[list[Settings]] = [
-        [{"staleness.max_staleness": n} for n in (s.max_staleness + 1, s.max_staleness + 2, s.max_staleness + 4)],
-        [{"learner.batch_groups": groups * n} for n in (2, 4)],
-        [{"staleness.publish_every": s.publish_every * n} for n in (2, 4)],
-    ]
+    knobs: list[list[Settings]] = []
+    if now.ideal_share * (1 + WORTH) <= 1:
+        more = (s.max_staleness + 1, s.max_staleness + 2, s.max_staleness + 4)
+        knobs.append([{"staleness.max_staleness": n} for n in more])
+    knobs.append([{"learner.batch_groups": groups * n} for n in (2, 4)])
+    if now.publish_share >= WORTH / 2 or now.idle_share >= WORTH / 2:
+        knobs.append([{"staleness.publish_every": s.publish_every * n} for n in (2, 4)])
     if config.generator.running_requests == "finish":
         knobs.append([{"generator.running_requests": "recompute"}])
     if s.overdue == "wait":
@@ -68,10 +78,19 @@ def _settings(config: Config) -> list[list[Settings]]:
     return knobs
 
 
-def _machines(config: Config) -> list[list[Settings]]:
-    count, ranks = config.generator.count, config.learner.ranks
-    more = sorted({count + 1, round(count * 1.25), round(count * 1.5), count * 2} - {count})
-    return [[{"generator.count": n} for n in more], [{"learner.ranks": n} for n in sorted({ranks + 1, ranks * 2})]]
+def _machines(config: Config, now: Outcome, devices: int | None) -> list[list[Settings]]:
+    """More generators for a learner that waits, more ranks for generators that idle; as many as there are devices."""
+    count, ranks, each = config.generator.count, config.learner.ranks, devices_of_generator(config)
+    counts = sorted({count + 1, round(count * 1.25), round(count * 1.5), count * 2} - {count})
+    if devices is not None:
+        counts = [n for n in counts if n * each + ranks <= devices]
+    more = [n for n in sorted({ranks + 1, ranks * 2}) if devices is None or n + count * each <= devices]
+    knobs: list[list[Settings]] = []
+    if now.wait_share + now.overdue_share >= WORTH / 2:
+        knobs.append([{"generator.count": n} for n in counts])
+    if now.idle_share >= WORTH / 2:
+        knobs.append([{"learner.ranks": n} for n in more])
+    return knobs
 
 
 def _best(config: Config, now: Outcome, search: Search, values: list[Settings]) -> Suggestion | None:
@@ -82,12 +101,12 @@ def _best(config: Config, now: Outcome, search: Search, values: list[Settings]) 
 
 
 def _try(config: Config, now: Outcome, search: Search, changes: Settings, reason: str) -> Suggestion | None:
-    """None where the loader refuses the change."""
+    """None where the loader refuses the change, or the search is out of its budget."""
     try:
         changed = replaced(config, changes)
-    except ValueError:
+        then = search.outcome(changed)
+    except (ConfigError, OutOfBudget):
         return None
-    then = search.outcome(changed)
     before = {path: _value(config, path) for path in changes}
     changes = {path: new for path, new in changes.items() if new != before[path]}
     return Suggestion(changes, before, then.trained_tokens_per_s / now.trained_tokens_per_s - 1, now, then, reason)
