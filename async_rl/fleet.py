@@ -50,6 +50,8 @@ class FleetMeter:
         metrics.mean("throughput/dropped_tokens_per_s", dropped, elapsed_s)
         if delta["slot_s"] > 0:
             metrics.mean("generator/idle_share", delta["idle_slot_s"], delta["slot_s"])
+        if delta["round_trips"] > 0:
+            metrics.mean("generator/round_trip_s", delta["round_trip_s"], delta["round_trips"])
         metrics.mean("reward/sampled_mean", sum(self._rewards), len(self._rewards))
         self._generated_tokens = self._dropped_tokens = 0
         self._ledger_dropped_tokens = ledger_dropped_tokens

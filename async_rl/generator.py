@@ -99,7 +99,10 @@ class Generator:
         self.work: dict[p.LeaseKey, asyncio.Task[None]] = {}
         self.unacknowledged: dict[p.LeaseKey, p.Finished] = {}
         self.slot_clock = SlotClock(config.generator.slots, clock)
-        self.counts = {"generated_tokens": 0, "finished": 0, "failed": 0, "discarded": 0}
+        self.counts = {"generated_tokens": 0, "finished": 0, "failed": 0, "discarded": 0, "round_trips": 0}
+        self.round_trip_s = 0.0
+        self._timed: tuple[p.LeaseKey, float] | None = None
+        """A finished member under way to the learner, and when it was sent."""
         self.paused_s = 0.0
         self.welcomed = False
         self.leaving = False
@@ -254,7 +257,12 @@ class Generator:
         """Totals since the process started."""
         uptime_s, slot_s, idle_slot_s = self.slot_clock.totals()
         return p.GeneratorStats(
-            uptime_s=uptime_s, slot_s=slot_s, idle_slot_s=idle_slot_s, paused_s=self.paused_s, **self.counts
+            uptime_s=uptime_s,
+            slot_s=slot_s,
+            idle_slot_s=idle_slot_s,
+            paused_s=self.paused_s,
+            round_trip_s=self.round_trip_s,
+            **self.counts,
         )
 
     async def _listen(self) -> None:
@@ -279,7 +287,7 @@ class Generator:
                 for lease in message.leases:
                     self._begin(lease)
             case p.Acknowledged():
-                self.unacknowledged.pop(message.key, None)
+                self._acknowledged(message.key)
             case p.Cancelled():
                 for key in message.keys:
                     self._drop(key)
@@ -289,6 +297,13 @@ class Generator:
                 self._finish(message.reason)
             case _:
                 raise p.ProtocolError(f"unexpected message {type(message).__name__} from the learner")
+
+    def _acknowledged(self, key: p.LeaseKey) -> None:
+        self.unacknowledged.pop(key, None)
+        if self._timed is not None and self._timed[0] == key:
+            self.counts["round_trips"] += 1
+            self.round_trip_s += self.clock() - self._timed[1]
+            self._timed = None
 
     def _refused(self, message: p.Refused) -> None:
         """Say Hello again at the next beat, unless that cannot help."""
@@ -377,6 +392,8 @@ class Generator:
         # Of the run of now: what goes on after a change of runs belongs to the new one, all else was cancelled.
         assert self.run_id is not None, "leases come after Welcome"
         finished = p.Finished(run_id=self.run_id, key=key, trajectory=trajectory)
+        if self._timed is None or self._timed[0] not in self.unacknowledged:
+            self._timed = (key, self.clock())
         self.unacknowledged[key] = finished
         if self.welcomed:
             await self.client.send(finished)

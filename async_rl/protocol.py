@@ -193,6 +193,10 @@ class GeneratorStats(msgspec.Struct, frozen=True, kw_only=True):
     """Finished members thrown away because their run or version no longer exists."""
     paused_s: float = 0.0
     """Seconds the engine stood still for weight updates."""
+    round_trips: int = 0
+    """Finished members whose acknowledgement was timed, one at a time."""
+    round_trip_s: float = 0.0
+    """Seconds from sending them to their acknowledgement."""
 
 
 class Heartbeat(Message, frozen=True):

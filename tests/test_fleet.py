@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from async_rl.fleet import FleetMeter
+from async_rl.protocol import GeneratorStats
 from tests.ledger_world import make_trajectory
 
 
@@ -23,3 +26,13 @@ def test_dropped_tokens_are_those_that_came_for_nothing_and_those_of_dropped_tic
     meter.arrived(make_trajectory(0), "train", wanted=True)
     rates = [meter.collect(2.0, total).resolve()["throughput/dropped_tokens_per_s"] for total in (10, 10, 14)]
     assert rates == [(2 + 10) / 2, 0.0, 4 / 2]
+
+
+def test_round_trips_of_all_generators_are_averaged_over_each_span() -> None:
+    meter = FleetMeter()
+    meter.update("g0", "a", GeneratorStats(round_trips=2, round_trip_s=0.2))
+    meter.update("g1", "b", GeneratorStats(round_trips=1, round_trip_s=0.4))
+    assert meter.collect(1.0, 0).resolve()["generator/round_trip_s"] == pytest.approx(0.2)
+    meter.update("g0", "a", GeneratorStats(round_trips=6, round_trip_s=0.4))
+    assert meter.collect(1.0, 0).resolve()["generator/round_trip_s"] == pytest.approx(0.05)
+    assert "generator/round_trip_s" not in meter.collect(1.0, 0).resolve()

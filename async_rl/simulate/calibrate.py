@@ -16,6 +16,9 @@ FEWEST_STEPS = 3
 LEAST_CORRELATION = 0.7
 """Below it a quantity explains less than half of the variance: its effect cannot be told from noise."""
 
+LEAST_SPREAD = 0.05
+"""Standard deviation over mean below which a quantity does not vary: what goes with it is noise."""
+
 
 class Measured:
     """Metrics of the steps of a run, the first left out: it waits for engines to start."""
@@ -87,6 +90,7 @@ def costs_from_run(run_dir: Path) -> Costs:
         transfer_s=max(0.0, run.average("time/publication_s") - pause_s),
         pause_s=pause_s,
         score_s=run.average("reward/score_s"),
+        round_trip_s=run.average("generator/round_trip_s"),
         failure_every_s=config.plan.failure_every_s,
         restart_s=config.plan.restart_s,
     )
@@ -100,7 +104,7 @@ def batch_tokens(run: Measured, config: Config) -> np.ndarray:
 def line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     """(a, b) of y = a + b x with a, b >= 0 by least squares; a = 0 where they cannot be told apart."""
     through_origin = (0.0, float(x @ y / (x @ x)))
-    if np.std(x) == 0 or np.std(y) == 0 or np.corrcoef(x, y)[0, 1] < LEAST_CORRELATION:
+    if np.std(x) < LEAST_SPREAD * np.mean(x) or np.std(y) == 0 or np.corrcoef(x, y)[0, 1] < LEAST_CORRELATION:
         return through_origin
     slope = float(np.cov(x, y)[0, 1] / np.var(x, ddof=1))
     start = float(np.mean(y) - slope * np.mean(x))

@@ -29,6 +29,8 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     """An engine standing still to load."""
     score_s: float = 0.0
     """From the last token to the reward; the slot is free by then, the lease is not."""
+    round_trip_s: float = 0.0
+    """From the reward until the coordinator has answered, with new work."""
     failure_every_s: float | None = None
     """Mean time between failures of one generator; None: none fails."""
     restart_s: float = 60.0

@@ -122,9 +122,10 @@ class VirtualFleet:
             versions=spans,
             reward=0.0,
         )
-        if self.costs.score_s:
+        late_s = self.costs.score_s + self.costs.round_trip_s
+        if late_s:
             life = generator.lives
-            self.events.after(self.costs.score_s, lambda: self._arrived(generator, life, request.key, trajectory))
+            self.events.after(late_s, lambda: self._arrived(generator, life, request.key, trajectory))
         else:
             self._arrived(generator, generator.lives, request.key, trajectory)
 

@@ -2,7 +2,8 @@
 take time.
 
 What happens, and in which order, is what `async_rl.learner.loop` does: take a batch, step, publish (waiting for the
-publication before it), go on; a publication is transferred and loaded while the next step runs. Messages take no time.
+publication before it), go on; a publication is transferred and loaded while the next step runs. Messages take no time,
+but for a finished member and the work that comes in answer (`Costs.round_trip_s`).
 """
 
 from __future__ import annotations

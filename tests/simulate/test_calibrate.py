@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from async_rl.config import Config, ConfigError, dump_json
-from async_rl.simulate import Costs, Quantiles, Simulation
+from async_rl.simulate import Costs, Lognormal, Quantiles, Simulation
 from async_rl.simulate.calibrate import costs_from_run, line
 from tests.simulate.settings import lognormal, make_config, make_costs
 
@@ -38,6 +38,7 @@ def write_run(folder: Path, config: Config, costs: Costs, steps: int = 40) -> Si
                 "time/publication_s": costs.transfer_s + costs.pause_s,
                 "time/pause_s": costs.pause_s,
                 "reward/score_s": costs.score_s,
+                "generator/round_trip_s": costs.round_trip_s,
                 "group/trained": len(batch),
                 "completion/length_mean": lengths.mean(),
                 "completion/length_max": int(lengths.max()),
@@ -70,6 +71,19 @@ def test_costs_are_recovered_and_predict_the_run(tmp_path: Path) -> None:
         other = make_config("learner.batch_groups=32", "generator.count=2", *overrides)
         real, predicted = (Simulation(other, c, 60).run().trained_tokens_per_s for c in (costs, found))
         assert predicted == pytest.approx(real, rel=0.1), overrides
+
+
+def test_short_completions_wait_for_rewards_and_messages(tmp_path: Path) -> None:
+    """3 tokens at 100 a second, 20 ms for the reward and 40 ms for the answer: a lease takes 90 ms, not 30."""
+    config = make_config("generator.prefetch=0", "learner.batch_groups=32", "staleness.max_staleness=4")
+    short = Lognormal(3.0, 0.0, 4096)
+    costs = make_costs(lengths=short, score_s=0.02, round_trip_s=0.04, learner_tokens_per_s=1e6)
+    run = write_run(tmp_path, config, costs)
+    rate = run.marks[-1].generated_tokens / run.marks[-1].time
+    assert rate == pytest.approx(8 * 3 / 0.09, rel=0.02)
+    found = costs_from_run(tmp_path)
+    assert found.round_trip_s == pytest.approx(0.04)
+    assert Simulation(config, found, 40).run().trained_tokens_per_s == pytest.approx(rate, rel=0.03)
 
 
 def test_a_line_is_fitted_where_it_can_be_told() -> None:
