@@ -52,6 +52,7 @@ def _shares(rows: Sequence[Row], out: Path) -> None:
             axis.set_ylim(0, top)
     for axis in axes[-1]:
         axis.set_xlabel("max_staleness")
+        axis.set_xticks(values_of(rows, "max_staleness"))
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, [f'overdue = "{label}"' for label in labels], loc="outside lower center", ncols=3,
                   frameon=False, fontsize=9)  # fmt: skip
@@ -94,5 +95,7 @@ def _rates(rows: Sequence[Row], out: Path) -> None:
         axis.set_ylim(0)
         style_axis(axis)
         axis.legend(frameon=False, fontsize=8)
+        axis.set_xticks(values_of(rows, "max_staleness"))
     axes[-1].set_xlabel("generators")
+    axes[-1].set_xticks(values_of(rows, "generators"))
     figure.savefig(out, dpi=130)

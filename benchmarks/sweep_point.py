@@ -58,7 +58,7 @@ class Pace:
     tokens_per_s: float = 200.0
     """Of one slot."""
     load_s: float = 0.01
-    seconds: float = 45.0
+    seconds: float = 60.0
     min_steps: int = 3
     parameters: int = 250_000
     """float32, published after every step or every few."""

@@ -101,6 +101,12 @@ def test_summary_compares_each_point_with_the_synchronous_one_of_its_kind(tmp_pa
     assert "| 4 | 4 | 4 | 0.80, 0.0% | 4.00 |" in fleet
 
 
+def test_a_quick_sweep_is_drawn_too(tmp_path: Path) -> None:
+    rows = sweep.summarize([run_of(point, 0) for point, _ in sweep.quick_points()])
+    draw(json.loads(json.dumps(rows, default=asdict)), tmp_path / "quick.json")
+    assert (tmp_path / "quick.png").exists() and (tmp_path / "quick.rates.png").exists()
+
+
 def test_tables_and_examples_go_between_the_marks(tmp_path: Path) -> None:
     runs = [run_of(point, seed) for point, repeats in sweep.points() for seed in range(repeats)]
     rows = json.loads(json.dumps(sweep.summarize(runs), default=asdict))
