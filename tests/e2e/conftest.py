@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,11 +71,14 @@ class Run:
     spawn: Spawn
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
 
-    def start(self, *words: str) -> subprocess.Popen[str]:
-        """Start `async-rl WORDS...`; its output goes to a file, and `output` reads it."""
+    def start(self, *words: str, within: Sequence[str] = ()) -> subprocess.Popen[str]:
+        """Start `async-rl WORDS...`; its output goes to a file, and `output` reads it.
+
+        `within` stands before the command, such as the words that enter a network namespace.
+        """
         number = len(self.processes)
         log = (self.folder / f"process-{number}.log").open("w")
-        argv = [sys.executable, "-m", "async_rl.cli", *words]
+        argv = [*within, sys.executable, "-m", "async_rl.cli", *words]
         process = self.spawn(argv, stdout=log, stderr=log)
         self.processes.append(process)
         return process
