@@ -149,7 +149,7 @@ class Generator:
 
     async def leave(self, reason: str) -> None:
         """Leave cleanly: return unfinished leases, wait (bounded) for the last acknowledgements, say goodbye."""
-        if self.leaving or self._over is None:
+        if self.leaving or self._over is None or self._over.done():
             return
         self.leaving = True
         keys = tuple(self.work)

@@ -37,18 +37,18 @@ esac
 """
 ASYNC_RL = """#!/bin/sh
 [ "$1" = generator ] && [ ! -e "$STUBS/failed" ] && touch "$STUBS/failed" && exit 1
-exec {python} -m async_rl.cli "$@"
+exec PYTHON -m async_rl.cli "$@"
 """
 
 
 class Slurm:
     """Submits the script; its learner and its generator both have this node, and a generator fails once."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, command: str = ASYNC_RL) -> None:
         self.run, self.stubs = run, run.folder / "stubs"
         self.stubs.mkdir()
         stubs = {"srun": SRUN, "scancel": SCANCEL, "scontrol": SCONTROL}
-        for name, text in {**stubs, "async-rl": ASYNC_RL.format(python=sys.executable)}.items():
+        for name, text in {**stubs, "async-rl": command.replace("PYTHON", sys.executable)}.items():
             executable(self.stubs / name, text)
 
     def submit(self, *overrides: str) -> subprocess.Popen[str]:
@@ -66,9 +66,9 @@ class Slurm:
 
 def test_the_slurm_script_saves_is_queued_again_and_runs_to_its_end(run: Run) -> None:
     slurm = Slurm(run)
-    simulated = ("generator.engine.type=simulated", "transport.heartbeat_timeout_s=60", "evaluation.every=0")
-    job = slurm.submit("run.steps=100000", *simulated)
-    run.until(lambda: max((row["step"] for row in run.metrics()), default=0) >= 2)
+    patient = ("transport.heartbeat_timeout_s=60", "evaluation.every=0", "run.stall_timeout_s=300")
+    job = slurm.submit("run.steps=100000", *patient)
+    run.until(lambda: max((row["step"] for row in run.metrics()), default=0) >= 2, timeout_s=240)
     job.send_signal(signal.SIGTERM)
     run.wait(job, code=0)
     assert (slurm.stubs / "requeued").exists(), run.output()
@@ -76,8 +76,24 @@ def test_the_slurm_script_saves_is_queued_again_and_runs_to_its_end(run: Run) ->
     assert not list(slurm.stubs.glob("task-*")), "everything has ended"
     last = max(row["step"] for row in run.metrics())
     (slurm.stubs / "requeued").unlink()
-    again = slurm.submit(f"run.steps={last + 2}", *simulated)
+    again = slurm.submit(f"run.steps={last + 2}", *patient)
     run.wait(again, code=0)
     assert f"{last} steps are done" in run.output(), "it went on from the checkpoint"
     assert max(row["step"] for row in run.metrics()) == last + 2
     assert not (slurm.stubs / "requeued").exists(), "a run that is complete is not queued again"
+
+
+FAILING = """#!/bin/sh
+case $1 in
+    keys) exit 0 ;;
+    learner) while [ ! -e "$STUBS/generating" ]; do sleep 0.1; done; exit 3 ;;
+    generator) trap 'touch "$STUBS/left"; exit 130' TERM; touch "$STUBS/generating"; while :; do sleep 0.1; done ;;
+esac
+"""
+
+
+def test_the_slurm_script_ends_with_a_learner_that_failed(run: Run) -> None:
+    slurm = Slurm(run, FAILING)
+    run.wait(slurm.submit(), code=3)
+    assert (slurm.stubs / "left").exists(), "generators would wait for a learner that does not come"
+    assert not (slurm.stubs / "requeued").exists()
