@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from async_rl.addresses import is_loopback
-from async_rl.config import Config, ConfigError, run_ahead
+from async_rl.config import Config, ConfigError, has_baseline, run_ahead
 from async_rl.config.threads import usable_cores
 
 if TYPE_CHECKING:
@@ -148,7 +148,8 @@ def _publications(share: float, config: Config) -> str:
 
 def _idle(share: float, values: Mapping[str, float], config: Config) -> str:
     ahead = run_ahead(config.staleness, config.learner.batch_groups)
-    most = (ahead + 1) * config.learner.batch_groups * config.sampling.group_size
+    members = config.sampling.group_size + has_baseline(config.algorithm)
+    most = (ahead + 1) * config.learner.batch_groups * members
     slots = values.get("generator/slots", 0.0)
     if slots > most:
         return (

@@ -14,12 +14,13 @@ from async_rl.protocol import GeneratorStats, Trajectory
 class FleetMeter:
     """Turns totals of single processes into totals of the fleet, and these into rates since the last `collect`."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_baselines: bool = False) -> None:
+        self._has_baselines = has_baselines
         self._last: dict[tuple[str, str], GeneratorStats] = {}
         self.totals: Counter[str] = Counter()
         """Sums over all processes that ever were."""
         self._collected: Counter[str] = Counter()
-        self._generated_tokens = self._dropped_tokens = self._ledger_dropped_tokens = 0
+        self._generated_tokens = self._baseline_tokens = self._dropped_tokens = self._ledger_dropped_tokens = 0
         self._rewards: list[float] = []
 
     def update(self, name: str, incarnation: str, stats: GeneratorStats) -> None:
@@ -33,10 +34,11 @@ class FleetMeter:
         """The process is gone; its totals stay counted."""
         self._last.pop((name, incarnation), None)
 
-    def arrived(self, trajectory: Trajectory, kind: Literal["train", "eval"], wanted: bool) -> None:
+    def arrived(self, trajectory: Trajectory, kind: Literal["train", "baseline", "eval"], wanted: bool) -> None:
         """A trajectory came in; an unwanted one (late, duplicate, of a lost future) counts as dropped."""
         self._generated_tokens += len(trajectory.completion_ids)
         self._dropped_tokens += 0 if wanted else len(trajectory.completion_ids)
+        self._baseline_tokens += len(trajectory.completion_ids) if wanted and kind == "baseline" else 0
         if wanted and kind == "train" and trajectory.reward is not None:
             self._rewards.append(trajectory.reward)
 
@@ -48,12 +50,14 @@ class FleetMeter:
         metrics.mean("throughput/generated_tokens_per_s", self._generated_tokens, elapsed_s)
         dropped = self._dropped_tokens + ledger_dropped_tokens - self._ledger_dropped_tokens
         metrics.mean("throughput/dropped_tokens_per_s", dropped, elapsed_s)
+        if self._has_baselines:
+            metrics.mean("throughput/baseline_tokens_per_s", self._baseline_tokens, elapsed_s)
         if delta["slot_s"] > 0:
             metrics.mean("generator/idle_share", delta["idle_slot_s"], delta["slot_s"])
         if delta["round_trips"] > 0:
             metrics.mean("generator/round_trip_s", delta["round_trip_s"], delta["round_trips"])
         metrics.mean("reward/sampled_mean", sum(self._rewards), len(self._rewards))
-        self._generated_tokens = self._dropped_tokens = 0
+        self._generated_tokens = self._baseline_tokens = self._dropped_tokens = 0
         self._ledger_dropped_tokens = ledger_dropped_tokens
         self._rewards.clear()
         return metrics

@@ -78,7 +78,7 @@ class Leasing:
     def hand_out(self, members: Sequence[Member], now: float) -> Iterator[tuple[Member, list[p.Lease]]]:
         """(member, leases) until slots or work are used up."""
         granted: dict[str, list[p.Lease]] = defaultdict(list)
-        chunk = self.config.sampling.group_size
+        chunk = self.ledger.settings.num_members
         queue = [(-free, m.order, m) for m in members if (free := self.free(m)) > 0]
         heapq.heapify(queue)
         while queue:
@@ -102,6 +102,8 @@ class Leasing:
     def _lease(self, kind: Literal["train", "eval"], lease: MemberLease) -> p.Lease:
         sampling = self.config.sampling
         temperature = sampling.temperature if kind == "train" else self.config.evaluation.temperature
+        if lease.greedy:
+            temperature = 0.0
         return p.Lease(
             kind=kind,
             ticket=lease.ticket,

@@ -354,6 +354,7 @@ class World:
             limit = self.settings.batch_groups * (generator.version + self.settings.run_ahead + 1)
             assert position < limit, f"version {generator.version} is too old for position {position}"
             assert lease.problem.id == str(lease.ticket)
+            assert lease.greedy == (self.settings.baseline and lease.member == self.settings.group_size)
             generator.work[key_of(lease)] = generator.version
 
     def _send(self, generator: Generator, key: LeaseKey, status: TrajectoryStatus) -> None:
@@ -394,9 +395,11 @@ class World:
     def _check_group(self, group: TrajectoryGroup) -> None:
         settings, step = self.settings, self.ledger.steps + 1
         assert settings.min_members <= len(group.members) <= settings.group_size
+        assert (group.baseline is not None) == settings.baseline
+        assert group.baseline is None or group.baseline.status != "failed"
         assert all(member.status != "failed" for member in group.members)
         assert group.problem.id == str(group.ticket)
-        ages = [trajectory_staleness(step, member.versions) for member in group.members]
+        ages = [trajectory_staleness(step, member.versions) for member in group.sampled]
         assert min(ages) >= 0, "a token of a version that the learner has not made"
         self.worst_staleness = max(self.worst_staleness, *ages)
         if settings.overdue == "wait":
@@ -443,6 +446,7 @@ def random_settings(rng: random.Random) -> LedgerSettings:
                 max_attempts=rng.randint(1, 3),
                 max_losses=rng.choice((2, 16)),
                 total_steps=rng.choice((None, 4, 12)),
+                baseline=rng.random() < 0.3,
             )
         except ValueError:
             continue

@@ -3,8 +3,9 @@
 A function alone is `module.function`.
 
 Every sign, operator, comparison, clip, mask, detach and number of async_rl/algos is changed in turn (in memory: no file
-is written). Each change, a mutant, runs in a forked process that has the new code in place of the old. Exit code 1 when
-a mutant survives that EQUIVALENT does not explain, or when an explanation fits no survivor.
+is written). Each change, a mutant, runs in a forked process that has the new code in place of the old, up to --workers
+at once, limited by its CPU time, so that other work on the machine decides nothing. Exit code 1 when a mutant survives
+that EQUIVALENT does not explain, or when an explanation fits no survivor.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ import argparse
 import ast
 import copy
 import inspect
+import math
 import os
 import resource
 import signal
 import sys
 import time
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import hypothesis
@@ -34,7 +38,11 @@ FIRST = {
     "losses": ["losses_reference", "losses_properties"],
 }
 """Tests that are likeliest to notice; a module not listed has its own."""
-SECONDS_PER_MUTANT = 60
+CPU_TIMES = 4
+"""A mutant may take this many times the CPU time that the tests take without one."""
+WALL_S = 3600
+"""Behind it, for a process that waits and computes nothing."""
+PROGRESS_EVERY = 25
 _FAR = "losses.dppo: Gt -> GtE: _binary_divergence(config.divergence, inputs.behavior_logprobs, inputs.logprobs)"
 EQUIVALENT: dict[str, str] = {
     "advantages._all_equal: max -> min: max(map(abs, values))": "values that close have the same magnitude",
@@ -211,13 +219,30 @@ def silence() -> None:
     os.dup2(nowhere, 2)
 
 
+@dataclass(frozen=True)
+class Mutant:
+    """One change of one module; `tree` None: the code as it is."""
+
+    module: str
+    name: str
+    tree: ast.Module | None
+
+
 class Mutation:
     """A pytest plugin: collects once, then forks a process for each mutant, which runs tests to the first failure."""
 
-    def __init__(self, modules: list[str]) -> None:
+    def __init__(self, modules: list[str], workers: int) -> None:
         self.modules = modules
-        self.total = 0
+        self.workers = workers
+        self.total: Counter[str] = Counter()
+        """Mutants by module."""
         self.survivors: list[str] = []
+        self.undecided: list[str] = []
+        """Mutants whose process was ended by something else than its tests or its CPU time, which says nothing."""
+        self.cpu_s = 0.0
+        self._limit_s = WALL_S
+        self._running: dict[int, Mutant] = {}
+        self._started = time.monotonic()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self) -> None:
@@ -225,32 +250,60 @@ class Mutation:
         hypothesis.settings.load_profile("mutate")
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        assert self.survives(session, "losses", None), "the tests fail without any mutant"
-        for target in self.modules:
-            module, _, function = target.partition(".")
-            for name, tree in mutants(module):
-                if function and not name.startswith(f"{target}:"):
-                    continue
-                self.total += 1
-                if self.survives(session, module, tree):
-                    self.survivors.append(name)
-                    print(f"{'equivalent' if name in EQUIVALENT else 'SURVIVED'}  {name}", flush=True)
+        self.begin(session, Mutant("losses", "", None))
+        self.collect()
+        assert self.survivors == [""], "the tests fail without any mutant"
+        self.survivors.clear()
+        self._limit_s = math.ceil(CPU_TIMES * self.cpu_s) + 5
+        print(f"the tests take {self.cpu_s:.0f} s of CPU; a mutant may take {self._limit_s} s", flush=True)
+        todo = [mutant for target in self.modules for mutant in matching(target)]
+        for done, mutant in enumerate(todo):
+            if len(self._running) == self.workers:
+                self.collect()
+            if done % PROGRESS_EVERY == 0:
+                self.report(done, len(todo), mutant.module)
+            self.total[mutant.module] += 1
+            self.begin(session, mutant)
+        while self._running:
+            self.collect()
         return True
 
-    def survives(self, session: pytest.Session, module: str, tree: ast.Module | None) -> bool:
-        """Whether all tests pass with the mutant in place."""
+    def report(self, done: int, num: int, module: str) -> None:
+        """One line on how far it is."""
+        elapsed = time.monotonic() - self._started
+        print(f"{done} of {num} mutants ({module}), {len(self.survivors)} survived, {elapsed:.0f} s, "
+              f"{self.cpu_s:.0f} s of CPU", flush=True)  # fmt: skip
+
+    def begin(self, session: pytest.Session, mutant: Mutant) -> None:
+        """Fork a process that runs the tests with the mutant in place: it exits with 0 when all pass, 1 otherwise."""
         child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                signal.alarm(SECONDS_PER_MUTANT)
-                silence()
-                if tree is not None:
-                    install(module, tree)
-                status = self.first_failure(session, module)
-            finally:
-                os._exit(status)
-        return os.waitpid(child, 0)[1] == 0
+        if child:
+            self._running[child] = mutant
+            return
+        status = 1
+        try:
+            # A mutant may loop for ever; the time of other processes must not count as its own.
+            resource.setrlimit(resource.RLIMIT_CPU, (self._limit_s, self._limit_s))
+            signal.alarm(WALL_S)
+            silence()
+            if mutant.tree is not None:
+                install(mutant.module, mutant.tree)
+            status = self.first_failure(session, mutant.module)
+        finally:
+            os._exit(status)
+
+    def collect(self) -> None:
+        """Wait for one process to end and judge its mutant; running out of CPU time is a failure like any other."""
+        child, status, used = os.wait4(-1, 0)
+        mutant, cpu_s = self._running.pop(child), used.ru_utime + used.ru_stime
+        self.cpu_s += cpu_s
+        if status == 0:
+            self.survivors.append(mutant.name)
+            if mutant.tree is not None:
+                print(f"{'equivalent' if mutant.name in EQUIVALENT else 'SURVIVED'}  {mutant.name}", flush=True)
+        elif os.WIFSIGNALED(status) and cpu_s < self._limit_s - 1:
+            self.undecided.append(mutant.name)
+            print(f"UNDECIDED, signal {os.WTERMSIG(status)} after {cpu_s:.0f} s of CPU  {mutant.name}", flush=True)
 
     def first_failure(self, session: pytest.Session, module: str) -> int:
         """Run the likeliest tests, then the others; 1 at the first failure, 0 when all pass."""
@@ -263,28 +316,43 @@ class Mutation:
         return 0
 
 
+def matching(target: str) -> Iterator[Mutant]:
+    """The mutants of a module, or of module.function."""
+    module, _, function = target.partition(".")
+    for name, tree in mutants(module):
+        if not function or name.startswith(f"{target}:"):
+            yield Mutant(module, name, tree)
+
+
+def table(mutation: Mutation) -> str:
+    """Counts by module, as in docs/algorithms.md."""
+    lines = ["| module | mutants | killed | equivalent | survived |", "|---|---|---|---|---|"]
+    for module, total in mutation.total.items():
+        left = [name for name in mutation.survivors if name.startswith(f"{module}.")]
+        equivalent = sum(name in EQUIVALENT for name in left)
+        lines.append(f"| `{module}` | {total} | {total - len(left)} | {equivalent} | {len(left) - equivalent} |")
+    return "\n".join(lines)
+
+
 def main() -> int:
     """Run all mutants of the modules and report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("modules", nargs="*", help="module, or module.function; default: all")
-    modules = parser.parse_args().modules or sorted(path.stem for path in ALGOS.glob("*.py") if path.stem != "__init__")
+    parser.add_argument("--workers", type=int, default=1, help="mutants tested at once, one core each")
+    arguments = parser.parse_args()
+    modules = arguments.modules or sorted(path.stem for path in ALGOS.glob("*.py") if path.stem != "__init__")
     torch.set_num_threads(1)
-    started, mutation = time.monotonic(), Mutation(modules)
-    arguments = ["-q", "--capture=no", "--tb=no", "--no-header", "--no-summary", "-p", "no:cacheprovider"]
-    if code := pytest.main([*arguments, str(TESTS)], plugins=[mutation]):
+    started, mutation = time.monotonic(), Mutation(modules, max(1, arguments.workers))
+    options = ["-q", "--capture=no", "--tb=no", "--no-header", "--no-summary", "-p", "no:cacheprovider"]
+    if code := pytest.main([*options, str(TESTS)], plugins=[mutation]):
         print(f"pytest ended with {code!r}")
         return 1
     covered = [name for name in EQUIVALENT if {name.split(".")[0], name.split(":")[0]} & set(modules)]
     stale = [name for name in covered if name not in mutation.survivors]
     for name in stale:
         print(f"EQUIVALENT explains no survivor: {name}")
-    cpu = resource.getrusage(resource.RUSAGE_CHILDREN)
-    print(
-        f"{mutation.total} mutants, {mutation.total - len(mutation.survivors)} killed, "
-        f"{len(mutation.survivors)} survived; {time.monotonic() - started:.0f} s, "
-        f"{cpu.ru_utime + cpu.ru_stime:.0f} s of CPU"
-    )
-    return 1 if stale or set(mutation.survivors) - set(EQUIVALENT) else 0
+    print(f"{table(mutation)}\n{time.monotonic() - started:.0f} s, {mutation.cpu_s:.0f} s of CPU")
+    return 1 if stale or mutation.undecided or set(mutation.survivors) - set(EQUIVALENT) else 0
 
 
 if __name__ == "__main__":

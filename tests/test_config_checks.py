@@ -166,6 +166,7 @@ def test_refused(overrides: list[str], parts: tuple[str, ...]) -> None:
         ["transport.host=::1"],
         ["run.steps=10", "learner.warmup_steps=9"],
         ["sampling.group_size=1", "algorithm.advantage.type=reinforce_plus_plus", "algorithm.advantage.baseline=none"],
+        ["sampling.group_size=1", "algorithm.advantage.type=remax", "sampling.max_refills=1"],
         ["generator.engine.max_model_len=1280"],
     ],
 )

@@ -20,6 +20,19 @@ def test_sampled_reward_is_the_mean_over_training_results_that_were_taken() -> N
     assert "reward/sampled_mean" not in meter.collect(2.0, 0).resolve(), "a step without results has no mean"
 
 
+def test_tokens_of_greedy_completions_are_counted_apart_and_their_rewards_in_no_mean() -> None:
+    meter = FleetMeter(has_baselines=True)
+    meter.arrived(make_trajectory(0, reward=0.25), "train", wanted=True)
+    for wanted in (True, False):
+        meter.arrived(make_trajectory(0, reward=1.0), "baseline", wanted=wanted)
+    values = meter.collect(2.0, 0).resolve()
+    assert values["reward/sampled_mean"] == 0.25
+    assert values["throughput/baseline_tokens_per_s"] == 2 / 2
+    assert values["throughput/generated_tokens_per_s"] == 6 / 2
+    assert meter.collect(2.0, 0).resolve()["throughput/baseline_tokens_per_s"] == 0.0
+    assert "throughput/baseline_tokens_per_s" not in FleetMeter().collect(2.0, 0).resolve()
+
+
 def test_dropped_tokens_are_those_that_came_for_nothing_and_those_of_dropped_tickets() -> None:
     meter = FleetMeter()
     meter.arrived(make_trajectory(0), "train", wanted=False)

@@ -542,6 +542,96 @@ def test_one_usable_member_is_a_group_of_equal_rewards() -> None:
     assert ledger.counts().dropped == {"zero_variance": 1}
 
 
+def remax_ledger(**settings) -> Ledger:  # type: ignore[no-untyped-def]
+    return make_ledger(**{"batch_groups": 1, "max_attempts": 1, "baseline": True, **settings})
+
+
+def test_a_baseline_member_is_leased_with_its_group_and_is_none_of_its_members() -> None:
+    ledger = remax_ledger(group_size=2)
+    leases = ledger.lease("a", 0, 3, 0.0)
+    assert [(lease.ticket, lease.member, lease.greedy) for lease in leases] == [
+        (0, 0, False),
+        (0, 1, False),
+        (0, 2, True),
+    ]
+    assert ledger.finish("a", 0, 3, 1, make_trajectory(0), 1.0) == "unknown", "there is no fourth member"
+    for lease, reward in zip(leases, (1.0, 0.0, 0.5), strict=True):
+        assert ledger.take_batch(1.0) is None
+        assert finish(ledger, lease, reward=reward) == "stored"
+    assert finish(ledger, leases[2]) == "duplicate"
+    batch = ledger.take_batch(1.0)
+    assert batch is not None and batch[0].baseline is not None
+    assert [member.reward for member in batch[0].members] == [1.0, 0.0]
+    assert batch[0].baseline.reward == 0.5
+    ledger.check()
+
+
+def test_without_a_baseline_there_is_no_greedy_member() -> None:
+    ledger = make_ledger(batch_groups=1, group_size=2)
+    leases = ledger.lease("a", 0, 2, 0.0)
+    assert not any(lease.greedy for lease in leases)
+    for lease in leases:
+        finish(ledger, lease)
+    batch = ledger.take_batch(1.0)
+    assert batch is not None and batch[0].baseline is None and len(batch[0].members) == 2
+
+
+def test_a_group_without_its_baseline_is_dropped_with_a_reason_of_its_own() -> None:
+    ledger = remax_ledger(group_size=2, max_attempts=2)
+    first, second, baseline = ledger.lease("a", 0, 3, 0.0)
+    finish(ledger, first)
+    assert finish(ledger, baseline, status="failed") == "stored"
+    again = ledger.lease("a", 0, 1, 1.0)[0]
+    assert (again.member, again.attempt, again.greedy) == (2, 2, True)
+    assert ledger.counts().dropped == {}
+    finish(ledger, again, status="failed")
+    assert ledger.counts().dropped == {"failed_baseline": 1}
+    assert ledger.take_cancelled() == [("a", key_of(second))]
+    assert ledger.dropped_tokens == 2, "the tokens of the member that was there"
+    ledger.check()
+
+
+def test_one_usable_member_is_enough_beside_a_baseline() -> None:
+    ledger = remax_ledger(group_size=2)
+    first, second, baseline = ledger.lease("a", 0, 3, 0.0)
+    finish(ledger, first, status="failed")
+    finish(ledger, baseline)
+    finish(ledger, second)
+    assert ledger.counts().buffered == 1
+    ledger.drop(0, "by_hand")
+    assert ledger.dropped_tokens == 4, "two of the member, two of the baseline"
+    first, second, _ = ledger.lease("a", 0, 3, 1.0)
+    finish(ledger, first, status="failed")
+    finish(ledger, second, status="failed")
+    assert ledger.counts().dropped == {"by_hand": 1, "failed_members": 1}
+
+
+@pytest.mark.parametrize(("greedy", "dropped"), [(1.0, {"zero_variance": 1}), (0.0, {})])
+def test_the_signal_of_a_group_with_a_baseline_is_the_difference_to_it(greedy: float, dropped: dict[str, int]) -> None:
+    for size in (1, 2):
+        ledger = remax_ledger(group_size=size, max_refills=1)
+        *members, baseline = ledger.lease("a", 0, size + 1, 0.0)
+        for lease in members:
+            finish(ledger, lease, reward=1.0)
+        finish(ledger, baseline, reward=greedy)
+        assert ledger.counts().dropped == dropped
+
+
+def test_baseline_members_survive_a_restore_and_cannot_be_switched_on_for_open_tickets() -> None:
+    ledger = remax_ledger(group_size=1)
+    member, baseline = ledger.lease("a", 0, 2, 0.0)
+    finish(ledger, member, reward=1.0)
+    restored = remax_ledger(group_size=1)
+    restored.restore(ledger.state())
+    assert finish(restored, baseline, reward=0.0) == "stored"
+    twice = remax_ledger(group_size=1)
+    twice.restore(restored.state())
+    batch = twice.take_batch(1.0)
+    assert batch is not None and batch[0].baseline is not None and batch[0].baseline.reward == 0.0
+    with pytest.raises(ValueError, match="baseline = False, but the checkpoint's tickets were issued under baseline"):
+        make_ledger(batch_groups=1, group_size=1).restore(ledger.state())
+
+
 def test_refills_left_survive_a_restore() -> None:
     before = make_ledger(max_refills=1)
     finish_group(before, [1.0, 1.0])

@@ -11,7 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from async_rl.config.schema import Advantage, GrpoAdvantage, OpoAdvantage, ReinforcePlusPlusAdvantage, RlooAdvantage
+from async_rl.config.schema import (
+    Advantage,
+    GrpoAdvantage,
+    OpoAdvantage,
+    ReinforcePlusPlusAdvantage,
+    RemaxAdvantage,
+    RlooAdvantage,
+)
 
 EQUAL_REWARDS = 1e-6
 """Rewards whose spread is at most this share of the largest magnitude count as equal: a float32 reward model returns
@@ -21,27 +28,36 @@ Rewards = Sequence[float | None]
 
 
 def compute_batch_advantages(
-    config: Advantage, groups: Sequence[Rewards], lengths: Sequence[Sequence[int]] | None = None
+    config: Advantage,
+    groups: Sequence[Rewards],
+    lengths: Sequence[Sequence[int]] | None = None,
+    baselines: Rewards | None = None,
 ) -> list[list[float | None]]:
     """Advantages of all groups of one step, in order, before any member is filtered out.
 
-    `lengths` are the sampled tokens of each member; only OPO needs them. ValueError for a reward of NaN or infinity.
+    `lengths` are the sampled tokens of each member, which only OPO needs; `baselines` the reward of each group's greedy
+    completion, which only ReMax needs. ValueError where they are missing, and for a reward of NaN or infinity.
     """
     sizes: Sequence[Sequence[int] | None] = lengths if lengths is not None else [None] * len(groups)
-    advantages = [_group_advantages(config, *group) for group in zip(groups, sizes, strict=True)]
+    greedy = baselines if baselines is not None else [None] * len(groups)
+    advantages = [_group_advantages(config, *group) for group in zip(groups, sizes, greedy, strict=True)]
     if isinstance(config, ReinforcePlusPlusAdvantage):
         return whiten(advantages, config.eps)
     return advantages
 
 
-def compute_advantages(config: Advantage, rewards: Rewards, lengths: Sequence[int] | None = None) -> list[float | None]:
+def compute_advantages(
+    config: Advantage, rewards: Rewards, lengths: Sequence[int] | None = None, baseline: float | None = None
+) -> list[float | None]:
     """Advantages of one group, for estimators that need no other; ValueError for those that do."""
     if isinstance(config, ReinforcePlusPlusAdvantage):
         raise ValueError("advantage 'reinforce_plus_plus' is whitened over the batch: use compute_batch_advantages")
-    return _group_advantages(config, rewards, lengths)
+    return _group_advantages(config, rewards, lengths, baseline)
 
 
-def _group_advantages(config: Advantage, rewards: Rewards, lengths: Sequence[int] | None) -> list[float | None]:
+def _group_advantages(
+    config: Advantage, rewards: Rewards, lengths: Sequence[int] | None, baseline: float | None
+) -> list[float | None]:
     members = [index for index, reward in enumerate(rewards) if reward is not None]
     scored = [float(reward) for reward in rewards if reward is not None]
     if not all(map(math.isfinite, scored)):
@@ -57,6 +73,10 @@ def _group_advantages(config: Advantage, rewards: Rewards, lengths: Sequence[int
             values = opo(scored, [lengths[index] for index in members])
         case ReinforcePlusPlusAdvantage():
             values = reinforce_plus_plus(scored, config.baseline)
+        case RemaxAdvantage():
+            if baseline is None or not math.isfinite(baseline):
+                raise ValueError(f"advantage 'remax' needs the reward of a greedy completion, got {baseline}")
+            values = remax(scored, baseline)
     advantages: list[float | None] = [None] * len(rewards)
     for index, value in zip(members, values, strict=True):
         advantages[index] = value

@@ -125,14 +125,16 @@ class LeaseBook:
             if holder.overdue:
                 self._overdue.setdefault(holder.owner, {})[self._key(place, attempt)] = None
 
-    def grant(self, place: Place, problem: Problem, owner: str, version: int, now: float) -> MemberLease:
+    def grant(
+        self, place: Place, problem: Problem, owner: str, version: int, now: float, greedy: bool = False
+    ) -> MemberLease:
         """Give a waiting member to `owner`."""
         member = self._open[place]
         assert not member.live, f"member {place} is given to {owner} while others hold it"
         member.attempts += 1
         member.live[member.attempts] = Holder(owner, version, now)
         self._hold(owner, self._key(place, member.attempts))
-        return MemberLease(*place, member.attempts, problem, member.failures)
+        return MemberLease(*place, member.attempts, problem, member.failures, greedy)
 
     def finish(self, owner: str, key: LeaseKey, trajectory: Trajectory, now: float) -> Outcome:
         """Take a result of an open member; when STORED the caller keeps the trajectory.

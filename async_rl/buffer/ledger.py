@@ -133,7 +133,8 @@ class Ledger:
                 if not (self.admits(version) and self._issue(now)):
                     break
                 continue
-            leases.append(self._leases.grant(place, self._tickets[place[0]].problem, owner, version, now))
+            problem, greedy = self._tickets[place[0]].problem, self.settings.is_baseline(place[1])
+            leases.append(self._leases.grant(place, problem, owner, version, now, greedy))
         return [lease for lease in leases if lease.ticket in self._tickets]
 
     def admits(self, version: int) -> bool:
@@ -150,7 +151,7 @@ class Ledger:
         """
         place = (ticket, member)
         key = LeaseKey(kind="train", ticket=ticket, member=member, attempt=attempt)
-        if not (0 <= ticket < self._issued and 0 <= member < self.settings.group_size):
+        if not (0 <= ticket < self._issued and 0 <= member < self.settings.num_members):
             outcome = Outcome.UNKNOWN
         elif self._leases.get(place) is None:
             outcome = Outcome.DUPLICATE
@@ -163,7 +164,7 @@ class Ledger:
             return "duplicate" if outcome is Outcome.DUPLICATE else "unknown"
         if outcome is Outcome.STORED:
             self._tickets[ticket].results[member] = trajectory
-            self._settle(ticket, failed=False)
+            self._settle(ticket, member, failed=False)
         else:
             self._after(place, outcome)
         return "stored"
@@ -256,7 +257,7 @@ class Ledger:
             self._exhausted = True
             self._drop_tail()
             return False
-        ticket, size, required = self._issued, self.settings.group_size, self._required()
+        ticket, size, required = self._issued, self.settings.num_members, self._required()
         self._tickets[ticket] = Ticket(problem, required, [None] * size, open=size)
         self._issued += 1
         for member in range(size):
@@ -284,18 +285,21 @@ class Ledger:
         if outcome is Outcome.REOPENED:
             self._waiting.add(place, record.required)
         elif outcome is Outcome.FAILED:
-            self._settle(place[0], failed=True)
+            self._settle(*place, failed=True)
 
-    def _settle(self, ticket: int, failed: bool) -> None:
+    def _settle(self, ticket: int, member: int, failed: bool) -> None:
         """One more member of a ticket is settled."""
-        record = self._tickets[ticket]
+        record, settings = self._tickets[ticket], self.settings
         record.open -= 1
         record.failed += failed
-        if self.settings.group_size - record.failed < self.settings.min_members:
+        if failed and settings.is_baseline(member):
+            self.drop(ticket, "failed_baseline")
+        elif settings.group_size - record.failed < settings.min_members:
             self.drop(ticket, "failed_members")
         elif record.open == 0:
-            members = tuple(result for result in record.results if result is not None)
-            self._complete(TrajectoryGroup(ticket, record.problem, members))
+            members = tuple(result for result in record.results[: settings.group_size] if result is not None)
+            baseline = record.results[-1] if settings.baseline else None
+            self._complete(TrajectoryGroup(ticket, record.problem, members, baseline))
 
     def _complete(self, group: TrajectoryGroup) -> None:
         """Buffer a group, or drop it when its rewards are equal and a refill is left for the batch being collected."""
@@ -310,14 +314,14 @@ class Ledger:
     def _drop(self, ticket: int, reason: str) -> None:
         members: Iterable[Trajectory | None]
         if ticket in self._tickets:
-            for member in range(self.settings.group_size):
+            for member in range(self.settings.num_members):
                 self._leases.close((ticket, member))
             members = self._tickets.pop(ticket).results
         elif ticket in self._buffer:
-            members = self._buffer.remove(ticket).members
+            members = self._buffer.remove(ticket).sampled
         else:
             assert self._batch is not None and ticket in self._batch, f"ticket {ticket} is not live: cannot drop it"
-            members = self._batch.pop(ticket).members
+            members = self._batch.pop(ticket).sampled
         self._dropped[reason] += 1
         self.dropped_tokens += sum(len(member.completion_ids) for member in members if member is not None)
 
@@ -338,7 +342,7 @@ class Ledger:
         located = counts.leased + counts.buffered + counts.in_batch + counts.trained + sum(counts.dropped.values())
         assert counts.issued == located, f"{counts.issued} tickets issued, but {located} accounted for: {counts}"
         for number, ticket in self._tickets.items():
-            places = [(number, member) for member in range(self.settings.group_size)]
+            places = [(number, member) for member in range(self.settings.num_members)]
             num_open = sum(self._leases.get(place) is not None for place in places)
             stored = sum(result is not None for result in ticket.results)
             assert num_open == ticket.open > 0, f"ticket {number}: {num_open} members open, {ticket.open} counted"
@@ -358,7 +362,7 @@ class Ledger:
         members = [
             OpenPlace(ticket, member, state)
             for ticket in self._tickets
-            for member in range(self.settings.group_size)
+            for member in range(self.settings.num_members)
             if (state := self._leases.get((ticket, member))) is not None
         ]
         return encode_value(

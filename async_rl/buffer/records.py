@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from async_rl.config import Config
+from async_rl.config import Config, has_baseline
 from async_rl.protocol import LeaseKey, Problem, Trajectory
 from async_rl.staleness import Overdue, run_ahead
 
@@ -17,6 +17,7 @@ class LedgerSettings(msgspec.Struct, frozen=True, kw_only=True):
     batch_groups: int
     """B: groups of a full batch."""
     group_size: int
+    """Members of a group that train."""
     max_staleness: int
     publish_every: int = 1
     """Steps between publications."""
@@ -30,9 +31,11 @@ class LedgerSettings(msgspec.Struct, frozen=True, kw_only=True):
     total_steps: int | None = None
     """Steps of the run; tickets beyond what they consume are not issued. None: no limit."""
     min_group_members: int | None = None
-    """Usable members that a group needs; None: 2 (1 in groups of one), below which there is nothing to compare."""
+    """Usable members that a group needs; None: 2 (1 in groups of one and with a baseline), else nothing to compare."""
     max_refills: int = 0
     """Complete groups with equal rewards that may be dropped (`zero_variance`) and refilled for each batch taken."""
+    baseline: bool = False
+    """Whether each ticket has one more member, the last: a greedy completion whose reward is the others' baseline."""
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -69,7 +72,17 @@ class LedgerSettings(msgspec.Struct, frozen=True, kw_only=True):
             max_attempts=config.rewards.max_attempts,
             total_steps=config.run.steps,
             max_refills=math.ceil(config.sampling.max_refills * config.learner.batch_groups),
+            baseline=has_baseline(config.algorithm),
         )
+
+    @property
+    def num_members(self) -> int:
+        """Members of a ticket, its baseline member included."""
+        return self.group_size + self.baseline
+
+    def is_baseline(self, member: int) -> bool:
+        """Whether a member is sampled greedily and never trained."""
+        return self.baseline and member == self.group_size
 
     @property
     def window(self) -> int | None:
@@ -86,7 +99,9 @@ class LedgerSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def min_members(self) -> int:
         """Usable members that a group needs."""
-        return min(2, self.group_size) if self.min_group_members is None else self.min_group_members
+        if self.min_group_members is not None:
+            return self.min_group_members
+        return 1 if self.baseline else min(2, self.group_size)
 
 
 class MemberLease(msgspec.Struct, frozen=True):
@@ -99,6 +114,8 @@ class MemberLease(msgspec.Struct, frozen=True):
     problem: Problem
     failures: int = 0
     """Failed results of this member so far: those alone have another completion sampled."""
+    greedy: bool = False
+    """A baseline member: its most likely tokens are sampled."""
 
 
 class TrajectoryGroup(msgspec.Struct, frozen=True):
@@ -107,11 +124,18 @@ class TrajectoryGroup(msgspec.Struct, frozen=True):
     ticket: int
     problem: Problem
     members: tuple[Trajectory, ...]
+    baseline: Trajectory | None = None
+    """The greedy completion of a group that has one: it is in no statistic of the members and never trains."""
+
+    @property
+    def sampled(self) -> tuple[Trajectory, ...]:
+        """All trajectories, the baseline last."""
+        return self.members if self.baseline is None else (*self.members, self.baseline)
 
     @property
     def has_signal(self) -> bool:
-        """Whether rewards differ: in a group of equal ones every member is as good as the group's mean."""
-        return any(member.reward != self.members[0].reward for member in self.members)
+        """Whether rewards differ, the baseline's included: in a group of equal ones every member is as good as it."""
+        return any(member.reward != (self.baseline or self.members[0]).reward for member in self.members)
 
 
 class LedgerCounts(msgspec.Struct, frozen=True):

@@ -16,7 +16,7 @@ class Ticket(msgspec.Struct):
     required: int
     """Oldest policy version that may sample for it."""
     results: list[Trajectory | None]
-    """By member; None: still open, or failed."""
+    """By member, a baseline member last; None: still open, or failed."""
     open: int
     """Members not settled yet."""
     failed: int = 0
@@ -47,8 +47,8 @@ class LedgerState(msgspec.Struct, frozen=True):
     buffered: list[TrajectoryGroup]
 
 
-_BINDING = ("batch_groups", "group_size", "max_staleness", "publish_every", "overdue", "reorder_window")
-"""Settings under which the tickets of a state were issued: with others the bound would not hold for them."""
+_BINDING = ("batch_groups", "group_size", "baseline", "max_staleness", "publish_every", "overdue", "reorder_window")
+"""Settings under which the tickets of a state were issued: with others they would lack members, or break the bound."""
 
 
 def same_settings(saved: LedgerSettings, now: LedgerSettings) -> bool:
@@ -62,9 +62,9 @@ def check_same_settings(saved: LedgerSettings, now: LedgerSettings) -> None:
         before, after = getattr(saved, name), getattr(now, name)
         if before != after:
             raise ValueError(
-                f"{name} = {after!r}, but the checkpoint's tickets were issued under {name} = {before!r}, which its "
-                "staleness bound depends on; resume with the old value, or let the tickets under way be dropped with "
-                "checkpoint.accept_changed=tickets"
+                f"{name} = {after!r}, but the checkpoint's tickets were issued under {name} = {before!r}, which their "
+                "members and their staleness bound depend on; resume with the old value, or let the tickets under way "
+                "be dropped with checkpoint.accept_changed=tickets"
             )
 
 

@@ -22,6 +22,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     member: int
     problem: str
     prompt: str
+    baseline: bool = False
+    """Whether it is the group's greedy completion, which never trains."""
     place: Place
     status: str | None = None
     """complete or truncated; None while it is not finished."""
@@ -44,7 +46,10 @@ def rows_of(state: RunState) -> Iterator[Row]:
         if ticket in groups:
             group = groups[ticket]
             for member, trajectory in enumerate(group.members):
-                yield _finished(ticket, member, group.problem, "buffered", trajectory, ledger.steps)
+                yield _finished(ticket, member, group.problem, "buffered", trajectory, ledger)
+            if group.baseline is not None:
+                member = ledger.settings.group_size
+                yield _finished(ticket, member, group.problem, "buffered", group.baseline, ledger)
         else:
             yield from _open_ticket(ticket, ledger.tickets[ticket], ledger)
 
@@ -57,31 +62,35 @@ def _open_ticket(number: int, ticket: Ticket, ledger: LedgerState) -> Iterator[R
     }
     for member, trajectory in enumerate(ticket.results):
         if trajectory is not None:
-            yield _finished(number, member, ticket.problem, "partial", trajectory, ledger.steps)
+            yield _finished(number, member, ticket.problem, "partial", trajectory, ledger)
         elif member in owners:
             yield Row(
                 ticket=number,
                 member=member,
                 problem=ticket.problem.id,
                 prompt=ticket.problem.prompt,
+                baseline=ledger.settings.is_baseline(member),
                 place="leased" if owners[member] else "waiting",
                 owner=owners[member] or None,
             )
 
 
-def _finished(ticket: int, member: int, problem: Problem, place: Place, trajectory: Trajectory, steps: int) -> Row:
+def _finished(
+    ticket: int, member: int, problem: Problem, place: Place, trajectory: Trajectory, ledger: LedgerState
+) -> Row:
     versions = [span.version for span in trajectory.versions]
     return Row(
         ticket=ticket,
         member=member,
         problem=problem.id,
         prompt=problem.prompt,
+        baseline=ledger.settings.is_baseline(member),
         place=place,
         status=trajectory.status,
         reward=trajectory.reward,
         tokens=len(trajectory.completion_ids),
         versions=(min(versions), max(versions)) if versions else None,
-        staleness=steps - min(versions) if versions else None,
+        staleness=ledger.steps - min(versions) if versions else None,
         text=trajectory.text,
     )
 
@@ -98,7 +107,8 @@ def summary(state: RunState) -> str:
 
 def describe(row: Row) -> str:
     """One member in a few lines, for people."""
-    head = f"ticket {row.ticket} member {row.member}  {row.problem}  {row.place}"
+    member = "baseline" if row.baseline else f"member {row.member}"
+    head = f"ticket {row.ticket} {member}  {row.problem}  {row.place}"
     if row.place == "leased":
         return f"{head} to {row.owner}\n    prompt: {row.prompt!r}"
     if row.status is None:

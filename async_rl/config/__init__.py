@@ -1,6 +1,7 @@
 """Settings: schema, loading, cross-checks and explanation."""
 
 from async_rl.config.checks import ConfigError, check_config, prefetch, reorder_window, run_ahead, warnings
+from async_rl.config.effect import has_baseline
 from async_rl.config.load import build_config, dump_config, dump_json, load_config
 from async_rl.config.schema import Config
 
@@ -11,6 +12,7 @@ __all__ = [
     "check_config",
     "dump_config",
     "dump_json",
+    "has_baseline",
     "load_config",
     "prefetch",
     "reorder_window",

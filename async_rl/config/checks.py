@@ -8,7 +8,7 @@ from math import gcd
 
 from async_rl import staleness as staleness_rule
 from async_rl.addresses import is_loopback
-from async_rl.config.effect import SWITCHES, penalizes_loss, value_at, weighs, without_effect
+from async_rl.config.effect import SWITCHES, has_baseline, penalizes_loss, value_at, weighs, without_effect
 from async_rl.config.fields import settings, tag_of
 from async_rl.config.schema import (
     ArithmeticEnvironment,
@@ -116,7 +116,8 @@ def _check_sampling(config: Config) -> None:
             f"sampling.top_p = {sampling.top_p} changes the behavior distribution, and importance ratios would be "
             "wrong; training needs sampling.top_p = 1"
         )
-    compares = not isinstance(advantage, ReinforcePlusPlusAdvantage) or advantage.baseline == "group"
+    batch = isinstance(advantage, ReinforcePlusPlusAdvantage) and advantage.baseline == "none"
+    compares = not (batch or has_baseline(config.algorithm))
     if sampling.group_size < 2 and compares:
         raise ConfigError(
             f"sampling.group_size = {sampling.group_size}: advantage {tag_of(advantage)!r} compares the members of a "
@@ -138,10 +139,11 @@ def _check_sampling(config: Config) -> None:
 
 
 def _check_refills(config: Config) -> None:
-    if config.sampling.max_refills > 0 and config.sampling.group_size == 1:
+    if config.sampling.max_refills > 0 and config.sampling.group_size == 1 and not has_baseline(config.algorithm):
         raise ConfigError(
             f"sampling.max_refills = {config.sampling.max_refills} with sampling.group_size = 1: the rewards of every "
-            "group are equal, so all would be dropped up to the limit; use groups of 2 or more, or max_refills = 0"
+            "group are equal, so all would be dropped up to the limit; use groups of 2 or more, advantage 'remax', or "
+            "max_refills = 0"
         )
 
 

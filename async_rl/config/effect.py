@@ -15,6 +15,7 @@ from async_rl.config.schema import (
     FunctionEnvironment,
     IcePopLoss,
     LearnerConfig,
+    RemaxAdvantage,
 )
 
 
@@ -55,6 +56,11 @@ def weighs(algorithm: AlgorithmConfig) -> bool:
 def penalizes_loss(algorithm: AlgorithmConfig) -> bool:
     """Whether the loss has a term that does not vanish with the advantage: an entropy bonus or a KL penalty."""
     return algorithm.entropy_coefficient > 0 or (algorithm.kl.coefficient > 0 and algorithm.kl.place == "loss")
+
+
+def has_baseline(algorithm: AlgorithmConfig) -> bool:
+    """Whether each problem also gets a greedy completion, which is no member of its group."""
+    return isinstance(algorithm.advantage, RemaxAdvantage)
 
 
 def several_updates(learner: LearnerConfig) -> bool:

@@ -179,7 +179,11 @@ class ReinforcePlusPlusAdvantage(Section, frozen=True, tag="reinforce_plus_plus"
     eps: Annotated[float, _text("Added to the batch's population deviation.", ge=0)] = 1e-4
 
 
-Advantage = GrpoAdvantage | RlooAdvantage | OpoAdvantage | ReinforcePlusPlusAdvantage
+class RemaxAdvantage(Section, frozen=True, tag="remax", tag_field="type"):
+    """r minus the reward of a greedy completion of the same problem, one more completion per group (arXiv:2310.10505)."""
+
+
+Advantage = GrpoAdvantage | RlooAdvantage | OpoAdvantage | ReinforcePlusPlusAdvantage | RemaxAdvantage
 
 
 class PpoLoss(Section, frozen=True, tag="ppo", tag_field="type"):

@@ -429,7 +429,8 @@ class Coordinator(Facade):
             except p.ProtocolError as error:
                 self.server.refused["impossible_versions"] += 1
                 stale = str(error)
-        self.reports.meter.arrived(trajectory, key.kind, wanted=outcome == "stored")
+        baseline = key.kind == "train" and self.ledger.settings.is_baseline(key.member)
+        self.reports.meter.arrived(trajectory, "baseline" if baseline else key.kind, wanted=outcome == "stored")
         if outcome == "stored" and trajectory.status == "failed":
             self.reports.failed(name, key, trajectory, now)
         self.server.send(identity, p.Acknowledged(key=key, outcome=outcome))

@@ -49,7 +49,7 @@ class Reports:
         notify: Callable[[str], None],
     ) -> None:
         self.config, self.run_id = config, run_id
-        self.meter = FleetMeter()
+        self.meter = FleetMeter(has_baselines=ledger.settings.baseline)
         self.values: dict[str, float] = {}
         """Of the last `collect`, by key."""
         self._ledger, self._evaluations = ledger, evaluations

@@ -16,7 +16,7 @@ import numpy as np
 from async_rl.algos.advantages import compute_batch_advantages
 from async_rl.config import Config
 from async_rl.learner.repeats import all_identical, repeated_nats
-from async_rl.learner.shaping import TrajectoryKl, is_left_out, shaped_rewards
+from async_rl.learner.shaping import TrajectoryKl, baseline_rewards, is_left_out, shaped_rewards
 from async_rl.metrics import Metrics
 from async_rl.staleness import staleness_per_token
 
@@ -139,7 +139,11 @@ def _advantages(
     """One advantage for each member, None for failed and excluded ones; no token is filtered yet."""
     rewards = shaped_rewards(groups, config, metrics, kl)
     lengths = [[int(np.sum(member.completion_mask)) for member in group.members] for group in groups]
-    return compute_batch_advantages(config.algorithm.advantage, rewards, lengths)
+    baselines = baseline_rewards(groups, config)
+    for reward in baselines:
+        if reward is not None:
+            metrics.mean("reward/baseline_mean", reward, 1.0)
+    return compute_batch_advantages(config.algorithm.advantage, rewards, lengths, baselines)
 
 
 def _select(trajectory: Trajectory, ticket: int, step: int, config: Config) -> _Selection:

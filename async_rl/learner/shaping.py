@@ -43,6 +43,15 @@ def shaped_rewards(
     ]
 
 
+def baseline_rewards(groups: Sequence[TrajectoryGroup], config: Config) -> list[float | None]:
+    """The reward of each group's greedy completion, overlong penalty included; None where the group has none.
+
+    It stays where truncated completions are excluded, since every member needs it, and bears no KL penalty: whatever
+    does not depend on a member's own tokens may be its baseline.
+    """
+    return [None if group.baseline is None else _penalized(group.baseline, config)[0] for group in groups]
+
+
 def _shaped(member: Trajectory, config: Config, metrics: Metrics) -> float | None:
     overlong = config.algorithm.overlong
     if member.reward is None:
@@ -51,13 +60,21 @@ def _shaped(member: Trajectory, config: Config, metrics: Metrics) -> float | Non
         metrics.mean("completion/left_out_share", float(is_left_out(member, config)), 1.0)
     if overlong.truncated == "exclude" and is_left_out(member, config):
         return None
+    reward, added = _penalized(member, config)
+    if overlong.penalty > 0:
+        metrics.mean("reward/overlong_penalty", -added, 1.0)
+    return reward
+
+
+def _penalized(trajectory: Trajectory, config: Config) -> tuple[float, float]:
+    """(reward with the overlong penalty, the penalty, which is at most 0)."""
+    overlong, longest = config.algorithm.overlong, config.sampling.max_completion_tokens
+    assert trajectory.reward is not None, "only scored trajectories have rewards"
     if overlong.penalty == 0:
-        return member.reward
-    longest = config.sampling.max_completion_tokens
+        return trajectory.reward, 0.0
     buffer = overlong.buffer_tokens or max(1, longest // BUFFER_SHARE)
-    added = overlong.penalty * soft_overlong_penalty(int(np.sum(member.completion_mask)), longest, buffer)
-    metrics.mean("reward/overlong_penalty", -added, 1.0)
-    return member.reward + added
+    added = overlong.penalty * soft_overlong_penalty(int(np.sum(trajectory.completion_mask)), longest, buffer)
+    return trajectory.reward + added, added
 
 
 def is_left_out(member: Trajectory, config: Config) -> bool:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from async_rl.config import Config
+from async_rl.config import Config, has_baseline
 from async_rl.simulate.costs import Costs
 
 HOUR_S = 3600.0
@@ -106,7 +106,9 @@ def summarise(
     in_loss, masked = ages.total(), tokens - ages.total()
     train_s, wait_s = (sum(getattr(record, name) for record in counted) for name in ("train_s", "wait_s"))
     slot_s = last.slot_s - first.slot_s
-    limits = {"generators": costs.generator_limit(config), "learner": tokens / train_s}
+    size = config.sampling.group_size
+    trained_share = size / (size + has_baseline(config.algorithm))
+    limits = {"generators": costs.generator_limit(config) * trained_share, "learner": tokens / train_s}
     limit = min(limits, key=limits.__getitem__)
     return Outcome(
         steps=len(counted),

@@ -187,7 +187,7 @@ class Simulation:
 
     def _draw(self) -> Problem:
         ticket = self.ledger.issued
-        return _problem(str(ticket), self.lengths(ticket, self.ledger.settings.group_size))
+        return _problem(str(ticket), self.lengths(ticket, self.ledger.settings.num_members))
 
     def _mark(self) -> Mark:
         slot_s, busy_slot_s = self.fleet.slot_seconds()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,7 @@ from async_rl.config.schema import (
     GrpoAdvantage,
     OpoAdvantage,
     ReinforcePlusPlusAdvantage,
+    RemaxAdvantage,
     RlooAdvantage,
 )
 from tests.reference import advantages as reference
@@ -43,6 +45,13 @@ def literal(config: Advantage, groups: list[list[float]], lengths: list[list[int
             return [reference.opo(group, sizes) for group, sizes in zip(groups, lengths, strict=True)]
         case ReinforcePlusPlusAdvantage():
             return reference.reinforce_plus_plus(groups, config.baseline == "group", config.eps)
+        case RemaxAdvantage():
+            raise AssertionError("its baseline is no member: it has tests of its own")
+
+
+def test_every_estimator_is_here() -> None:
+    """ReMax, whose baseline comes from outside of the group, has tests of its own below."""
+    assert {type(config) for config in ESTIMATORS} | {RemaxAdvantage} == set(get_args(Advantage))
 
 
 def flat(groups: Sequence[Sequence[float | None]]) -> list[float]:
@@ -154,6 +163,25 @@ def test_opo_counts_tokens() -> None:
         opo([1.0, 3.0], [1])
 
 
-def test_remax_subtracts_the_greedy_reward() -> None:
+def test_remax_against_the_reference() -> None:
+    generator = random.Random(0)
+    for _ in range(50):
+        groups = [[generator.gauss(0, 3) for _ in range(generator.randint(1, 9))] for _ in range(4)]
+        baselines = [generator.choice([0.0, generator.gauss(0, 3)]) for _ in groups]
+        expected = [reference.remax(*pair) for pair in zip(groups, baselines, strict=True)]
+        actual = compute_batch_advantages(RemaxAdvantage(), groups, baselines=baselines)
+        assert flat(actual) == pytest.approx(flat(expected), rel=1e-9, abs=1e-12)
+
+
+def test_remax_by_hand() -> None:
     assert remax([1.0, 0.0, 0.5], 0.5) == [0.5, -0.5, 0.0]
     assert remax([0.1 + 0.2], 0.3) == [0.0]
+    assert compute_advantages(RemaxAdvantage(), [None, 1.0, None], baseline=0.25) == [None, 0.75, None]
+    assert compute_advantages(RemaxAdvantage(), [0.95] * 3, baseline=0.0) == [0.95] * 3, "equal rewards are no noise"
+    assert compute_advantages(RemaxAdvantage(), [], baseline=1.0) == []
+
+
+@pytest.mark.parametrize("baseline", [None, float("nan"), float("inf")])
+def test_remax_without_a_greedy_reward_is_refused(baseline: float | None) -> None:
+    with pytest.raises(ValueError, match=f"greedy completion, got {baseline}"):
+        compute_advantages(RemaxAdvantage(), [1.0, 0.0], baseline=baseline)

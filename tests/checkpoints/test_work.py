@@ -94,6 +94,23 @@ def test_inspection_shows_every_member_under_way() -> None:
     )
 
 
+def test_inspection_names_greedy_completions() -> None:
+    problems = Problems()
+    ledger = make_ledger(problems, group_size=1, batch_groups=2, baseline=True)
+    leases = ledger.lease("g0", 0, 4, 1.0)
+    for lease in leases[:2]:
+        ledger.finish("g0", lease.ticket, lease.member, lease.attempt, make_trajectory(0, reward=0.5), 2.0)
+    lease = leases[3]
+    ledger.finish("g0", lease.ticket, lease.member, lease.attempt, make_trajectory(0, reward=0.25), 2.0)
+    state = RunState(step=0, work=np.frombuffer(capture(ledger, problems.state()), np.uint8))
+    rows = list(rows_of(state))
+    assert [(row.ticket, row.member, row.baseline, row.place, row.reward) for row in rows] == [
+        (0, 0, False, "buffered", 0.5), (0, 1, True, "buffered", 0.5), (1, 0, False, "leased", None),
+        (1, 1, True, "partial", 0.25),
+    ]  # fmt: skip
+    assert describe(rows[1]).startswith("ticket 0 baseline  ") and describe(rows[0]).startswith("ticket 0 member 0  ")
+
+
 def test_state_is_read_back_from_a_checkpoint(tmp_path: Path) -> None:
     state = read_state(save(tmp_path, 7).path)
     assert state.step == 7 and len(list(rows_of(state))) == 6

@@ -55,8 +55,13 @@ def make_group(rng: np.random.Generator, ticket: int, prompt: int, members: Sequ
     return TrajectoryGroup(ticket, Problem(id=f"p{ticket}", prompt="", prompt_ids=prompt_ids), tuple(members))
 
 
-def make_groups(seed: int = 0, groups: int = 3, size: int = 4, shortest: int = 1) -> list[TrajectoryGroup]:
-    """Groups of mixed lengths and rewards: one token to twelve, one mask with a hole, the last group without signal."""
+def make_groups(
+    seed: int = 0, groups: int = 3, size: int = 4, shortest: int = 1, baseline: bool = False
+) -> list[TrajectoryGroup]:
+    """Groups of mixed lengths and rewards: one token to twelve, one mask with a hole, the last group without signal.
+
+    With `baseline` each also has a greedy completion, of reward 1.
+    """
     rng = np.random.default_rng(seed)
     result = []
     for ticket in range(groups):
@@ -65,5 +70,7 @@ def make_groups(seed: int = 0, groups: int = 3, size: int = 4, shortest: int = 1
         members = [make_trajectory(rng, int(n), r) for n, r in zip(lengths, rewards, strict=True)]
         if ticket == 0:
             members[1] = make_trajectory(rng, 6, rewards[1], mask=[1, 1, 0, 0, 1, 0])
-        result.append(make_group(rng, ticket, int(rng.integers(1, 9)), members))
+        group = make_group(rng, ticket, int(rng.integers(1, 9)), members)
+        greedy = make_trajectory(rng, 5, 1.0) if baseline else None
+        result.append(msgspec.structs.replace(group, baseline=greedy))
     return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -65,6 +66,25 @@ def test_failed_members_take_no_part(rng: np.random.Generator) -> None:
     values = batch.metrics.resolve()
     assert values["reward/mean"] == 0.5
     assert values["reward/failed_share"] == 0.5  # one failed, and one that the ledger had left out already
+
+
+def test_a_greedy_completion_is_the_baseline_and_nothing_else(rng: np.random.Generator) -> None:
+    config = make_config(sampling={"group_size": 2}, algorithm={"advantage": {"type": "remax"}})
+    members = [make_trajectory(rng, 2, 1.0), make_trajectory(rng, 3, 0.0)]
+    group, single = make_group(rng, 0, 3, members), make_group(rng, 1, 3, members[:1])
+    greedy = make_trajectory(rng, 9, 0.25, versions=[(0, 0, 9)])
+    groups = [msgspec.structs.replace(g, baseline=greedy) for g in (group, single)]
+    batch = prepare_batch(groups, 1, config)
+    assert [sequence.advantage for sequence in batch.sequences] == [0.75, -0.25, 0.75]
+    assert batch.num_tokens == 2 + 3 + 2
+    values = batch.metrics.resolve()
+    assert values["reward/baseline_mean"] == 0.25
+    assert values["reward/mean"] == pytest.approx(2 / 3)
+    assert values["completion/length_max"] == 3
+    assert values["reward/failed_share"] == 0.25
+    assert values["group/zero_variance_share"] == 0.0, "one member alone has a signal against its baseline"
+    plain = prepare_batch([group, single], 1, make_config(sampling={"group_size": 2})).metrics.resolve()
+    assert "reward/baseline_mean" not in plain
 
 
 def test_unsampled_tokens_are_read_but_not_in_the_loss(rng: np.random.Generator) -> None:

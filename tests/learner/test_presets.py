@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from async_rl.algos.importance import behavior_weight
-from async_rl.config import Config, load_config, warnings
+from async_rl.config import Config, has_baseline, load_config, warnings
 from async_rl.config.schema import AlgorithmConfig
 from async_rl.learner.batch import prepare_batch
 from async_rl.learner.update import Updater
@@ -60,7 +60,8 @@ def test_a_preset_trains_two_steps(preset: Path, load: Callable) -> None:
     updater = Updater(policy, config, policy.ctx)
     before = [parameter.detach().clone() for parameter in policy.parameters()]
     for step in (1, 2):
-        values = updater.step(prepare_batch(make_groups(seed=step), step, config), step).resolve()
+        groups = make_groups(seed=step, baseline=has_baseline(algorithm))
+        values = updater.step(prepare_batch(groups, step, config), step).resolve()
         assert values["optimizer/updates"] == 1 and math.isfinite(values["loss/policy"])
         assert math.isfinite(values["optimizer/grad_norm"])
         # Nothing of these random groups lies within a rejection's narrow band.

@@ -11,7 +11,7 @@ import pytest
 from async_rl.buffer import TrajectoryGroup
 from async_rl.config import Config
 from async_rl.learner.batch import prepare_batch
-from async_rl.learner.shaping import shaped_rewards
+from async_rl.learner.shaping import baseline_rewards, shaped_rewards
 from async_rl.metrics import Metrics
 from async_rl.protocol import Trajectory
 from tests.learner.helpers import make_config, make_group, make_trajectory
@@ -50,6 +50,20 @@ def test_the_penalty_is_the_papers_at_every_length(penalty: float) -> None:
 def test_the_penalty_of_the_known_case() -> None:
     members = [member(length, 0.0) for length in (80, 81, 90, 100, 101)]
     assert rewards(setting({"penalty": 1.0, "buffer_tokens": 20}), *members) == pytest.approx([0, -0.05, -0.5, -1, -1])
+
+
+def test_a_baseline_bears_the_penalty_and_stays_where_truncated_members_are_excluded() -> None:
+    overlong = {"penalty": 1.0, "buffer_tokens": 20, "truncated": "exclude"}
+    members, greedy = [member(10, 1.0), member(100, 1.0, "truncated")], member(90, 0.75, "truncated")
+    groups = [msgspec.structs.replace(group(*members)[0], baseline=greedy), *group(*members)]
+    assert baseline_rewards(groups, setting(overlong)) == [pytest.approx(0.25), None]
+    config, metrics = setting(overlong, advantage="remax"), Metrics()
+    assert shaped_rewards(groups[:1], config, metrics) == [[1.0, None]]
+    batch = prepare_batch(groups[:1], 1, config)
+    assert [sequence.advantage for sequence in batch.sequences] == [pytest.approx(0.75)]
+    values = batch.metrics.resolve()
+    assert values["completion/left_out_share"] == 0.5 and values["reward/baseline_mean"] == pytest.approx(0.25)
+    assert values["reward/overlong_penalty"] == 0.0, "of the members in the statistics"
 
 
 def test_the_buffer_is_a_fifth_unless_said_otherwise() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from async_rl.config import ConfigError
 from async_rl.coordinator import StallError
+from async_rl.engines.base import Sample, SampleRequest
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.protocol import PROTOCOL_VERSION, Hello, LeaseKey, Refused
 from async_rl.transport import Client
@@ -94,6 +96,44 @@ async def test_a_leaving_generator_returns_its_leases_at_once(tmp_path: Path, mo
             await learner.done()
     check_account(learner)
     assert any("stuck left: test; 0 leases" in note for note in learner.notes), learner.notes
+
+
+async def test_greedy_completions_are_sampled_at_temperature_zero_and_never_trained(tmp_path: Path) -> None:
+    config = make_config(tmp_path, sampling={"group_size": 2}, algorithm={"advantage": {"type": "remax"}})
+    learner, temperatures = Learner(config), Counter[tuple[bool, float]]()
+    async with fleet(config, learner.start(), "g0") as (worker,):
+        sample = worker.engine.sample
+
+        async def watched(request: SampleRequest) -> Sample:
+            kind, _, member, _, _ = request.request_id.split("-")
+            temperatures[kind == "train" and member == "2", request.sampling.temperature] += 1
+            return await sample(request)
+
+        worker.engine.sample = watched  # type: ignore[method-assign]
+        await learner.done()
+    check_account(learner)
+    assert set(temperatures) == {(False, 1.0), (True, 0.0)}
+    groups = [group for batch in learner.batches for group in batch]
+    assert len(groups) == 12 * 4
+    assert all(len(group.members) == 2 and group.baseline is not None for group in groups)
+
+
+async def test_a_problem_without_its_greedy_completion_is_dropped(tmp_path: Path) -> None:
+    config = make_config(tmp_path, sampling={"group_size": 2}, algorithm={"advantage": {"type": "remax"}})
+    learner = Learner(config)
+    async with fleet(config, learner.start(), "g0") as (worker,):
+        sample = worker.engine.sample
+
+        async def picky(request: SampleRequest) -> Sample:
+            if request.request_id.startswith("train-5-2-"):
+                raise ValueError("no greedy completion")
+            return await sample(request)
+
+        worker.engine.sample = picky  # type: ignore[method-assign]
+        await learner.done()
+    check_account(learner)
+    assert learner.ledger.counts().dropped == {"failed_baseline": 1}
+    assert "p5" not in learner.trained_problems()
 
 
 async def test_a_failing_reward_is_retried_then_dropped_and_counted(tmp_path: Path) -> None:

@@ -50,6 +50,14 @@ def opo(rewards: list[float], lengths: list[int]) -> list[float]:
     return [reward - weighted / total for reward in rewards]
 
 
+def remax(rewards: list[float], greedy_reward: float) -> list[float]:
+    """A_i = r_i - r(greedy completion of the same problem): arXiv:2310.10505, algorithm 1."""
+    advantages = []
+    for reward in rewards:
+        advantages.append(reward - greedy_reward)
+    return advantages
+
+
 def reinforce_plus_plus(groups: list[list[float]], group_baseline: bool, eps: float) -> list[list[float]]:
     """(a - mean_batch(a)) / (std_batch(a) + eps), a = r or r - mean_group(r): arXiv:2501.03262."""
     centered = [[reward - mean(group) if group_baseline else reward for reward in group] for group in groups]

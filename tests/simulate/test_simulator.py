@@ -57,6 +57,16 @@ def test_a_faster_learner_waits_for_the_difference() -> None:
     assert out.idle_share == pytest.approx(0.0, abs=1e-9)
 
 
+def test_a_greedy_completion_for_each_group_takes_its_share_of_the_generators() -> None:
+    """Groups of 2 with a third completion: 2 of 3 sampled tokens are trained, and that is the limit."""
+    simulation, out = run('algorithm.advantage.type="remax"', learner_tokens_per_s=1e9, steps=60)
+    assert out.generated_tokens_per_s == pytest.approx(800.0, rel=0.02)
+    assert out.trained_tokens_per_s == pytest.approx(800.0 * 2 / 3, rel=0.02)
+    assert (out.ideal_tokens_per_s, out.limit) == (pytest.approx(800.0 * 2 / 3), "generators")
+    assert simulation.batches is not None
+    assert all(g.baseline is not None and len(g.members) == 2 for batch in simulation.batches for g in batch)
+
+
 def test_requests_that_share_an_engine_are_slower() -> None:
     _, out = run(slowdown=0.5, learner_tokens_per_s=1e9, steps=60)
     assert out.trained_tokens_per_s == pytest.approx(8 * 100 / (1 + 7 * 0.5), rel=1e-6)
