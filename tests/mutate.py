@@ -288,7 +288,7 @@ class Mutation:
             silence()
             if mutant.tree is not None:
                 install(mutant.module, mutant.tree)
-            status = self.first_failure(session, mutant.module)
+            status = self.first_failure(session, mutant)
         finally:
             os._exit(status)
 
@@ -305,10 +305,17 @@ class Mutation:
             self.undecided.append(mutant.name)
             print(f"UNDECIDED, signal {os.WTERMSIG(status)} after {cpu_s:.0f} s of CPU  {mutant.name}", flush=True)
 
-    def first_failure(self, session: pytest.Session, module: str) -> int:
-        """Run the likeliest tests, then the others; 1 at the first failure, 0 when all pass."""
-        likely = [f"test_{name}.py" for name in FIRST.get(module, [module])]
-        items = sorted(session.items, key=lambda item: item.path.name not in likely)
+    def first_failure(self, session: pytest.Session, mutant: Mutant) -> int:
+        """Run the likeliest and quickest tests, then the others; 1 at the first failure, 0 when all pass."""
+        likely = [f"test_{name}.py" for name in FIRST.get(mutant.module, [mutant.module])]
+        function = mutant.name.split(":")[0].rpartition(".")[2].replace("_", "")
+
+        def order(item: pytest.Item) -> tuple[bool, bool, bool]:
+            named = bool(function) and function in item.name.lower().replace("_", "")
+            drawn = bool(getattr(getattr(item, "obj", None), "is_hypothesis_test", False))
+            return item.path.name not in likely, not named, drawn
+
+        items = sorted(session.items, key=order)
         for item, following in zip(items, [*items[1:], None], strict=True):
             session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             if session.testsfailed:
