@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from async_rl.config import Config, ConfigError, load_config
+from async_rl.config import Config, ConfigError, load_config, reorder_window
 from async_rl.plan_figure import draw_plan
 from async_rl.simulate import Costs, costs_of
 from async_rl.simulate.calibrate import batch_tokens, costs_from_run, measured
@@ -21,6 +21,10 @@ from async_rl.simulate.suggest import suggest
 SHOWN = (
     "generator.count", "learner.ranks", "staleness.max_staleness", "staleness.publish_every", "learner.batch_groups",
 )  # fmt: skip
+
+
+WINDOW = "staleness.reorder_window"
+"""Shown where it acts: with overdue = "wait"."""
 
 
 def run_plan(path: str, overrides: Sequence[str], run: str | None, out: str | None, seed: int) -> int:
@@ -92,7 +96,7 @@ def _table(found: Found) -> Table:
     columns = {"as given": found.given, "synchronous": found.synchronous, "best found": found.best}
     for name in columns:
         table.add_column(name, justify="right")
-    for path in SHOWN:
+    for path in (*SHOWN, WINDOW) if found.given.config.staleness.overdue == "wait" else SHOWN:
         table.add_row(path, *(str(setting(c.config, path)) for c in columns.values()))
     table.add_section()
     base = found.synchronous.outcome.trained_tokens_per_s
@@ -120,14 +124,17 @@ ROWS = {
 
 
 def setting(config: Config, path: str) -> Any:
-    """Value of section.key."""
+    """Value of section.key; the window that acts where none is set, None where none does."""
+    if path == WINDOW:
+        acts = config.staleness.overdue == "wait"
+        return reorder_window(config.staleness, config.learner.batch_groups) if acts else None
     section, _, name = path.partition(".")
     return getattr(getattr(config, section), name)
 
 
 def _data(found: Found, costs: Costs) -> dict[str, Any]:
     def one(candidate: Candidate) -> dict[str, Any]:
-        settings = {path: setting(candidate.config, path) for path in SHOWN}
+        settings = {path: setting(candidate.config, path) for path in (*SHOWN, WINDOW)}
         return {"settings": settings, "outcome": msgspec.to_builtins(candidate.outcome)}
 
     return {

@@ -22,6 +22,10 @@ from benchmarks.common import Headline, add_result_arguments, check_clean, resul
 from benchmarks.published_models import Curve, areal, verl
 
 FIGURE = Path("docs/img/published.png")
+BEGIN, END = (
+    "<!-- begin: python -m benchmarks.published --table RESULT --into docs/simulator.md -->\n",
+    "<!-- end -->\n",
+)
 STEP = 0.12
 """Distance of the ratios that the search begins with, as a log."""
 
@@ -195,6 +199,50 @@ def _rounded(values: Sequence[float]) -> list[float]:
     return [round(value, 4) for value in values]
 
 
+def tables(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Fit and misfit in Markdown, as docs/simulator.md has them."""
+    return "\n\n".join(_table(result) for result in results.values())
+
+
+def _table(result: Mapping[str, Any]) -> str:
+    rows = result["published"]
+    fitted = ", ".join(f"{name} = {value:g}" for name, value in result["fitted"].items())
+
+    def line(name: str, cells: Sequence[str]) -> str:
+        return f"| {name} | " + " | ".join(cells) + " |"
+
+    def figures(name: str) -> list[str]:
+        return [f"{value:,.1f}" if value < 1000 else f"{value:,.0f}" for value in result[name].values()]
+
+    return "\n".join(
+        [
+            f"**{result['title']}** ({result['unit']}; root mean square error {result['misfit']:.1%})",
+            "",
+            line(result["knob"], list(rows)),
+            "|---" * (len(rows) + 1) + "|",
+            line("published", figures("published")),
+            line("simulated", figures("simulated")),
+            line("error", [f"{error:+.1%}" for error in result["errors"].values()]),
+            *(
+                line(f"error, {name}", [f"{error:+.1%}" for error in doubt["errors"]])
+                for name, doubt in result["doubts"].items()
+            ),
+            "",
+            f"- source: {result['source']}",
+            f"- fitted: {fitted}",
+            *(f"- taken, {name}: {text}" for name, text in result["taken"].items()),
+            *(f"- assumed, {name}: {text}" for name, text in result["assumed"].items()),
+        ]
+    )
+
+
+def write(results: Mapping[str, Mapping[str, Any]], document: Path) -> None:
+    """Replace what stands between the marks of a document."""
+    before, rest = document.read_text(encoding="utf-8").split(BEGIN)
+    _, after = rest.split(END)
+    document.write_text(f"{before}{BEGIN}\n{tables(results)}\n\n{END}{after}", encoding="utf-8")
+
+
 def draw(results: Mapping[str, Mapping[str, Any]], out: Path) -> None:
     """One panel a table: published and simulated figures."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -227,8 +275,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=list(TABLES), default=list(TABLES), help="tables to fit")
     parser.add_argument("--figure", type=Path, metavar="PNG", help="draw published and simulated figures")
     parser.add_argument("--draw", type=Path, metavar="RESULT", help=f"simulate nothing: draw a result into {FIGURE}")
+    parser.add_argument("--table", type=Path, metavar="RESULT", help="simulate nothing: a result in Markdown")
+    parser.add_argument("--into", type=Path, metavar="DOCUMENT", help="with --table: between the marks of a document")
     add_result_arguments(parser)
     arguments = parser.parse_args(argv)
+    if arguments.table:
+        results = json.loads(arguments.table.read_text())["tables"]
+        write(results, arguments.into) if arguments.into else print(tables(results))
+        return 0
     if arguments.draw:
         draw(json.loads(arguments.draw.read_text())["tables"], arguments.figure or FIGURE)
         return 0

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from async_rl.cli import run
+from async_rl.config import load_config
+from async_rl.simulate import costs_of
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 CONFIG = """
 [model]
 path = "none"
@@ -52,6 +55,16 @@ def test_it_prints_and_writes_what_it_found(config: str, tmp_path: Path, capsys:
     assert given["cost_per_million"] == pytest.approx(7 / 3600 / given["trained_tokens_per_s"] * 1e6)
     assert {"learner.ranks", "staleness.max_staleness", "learner.batch_groups"} <= found["curves"].keys()
     assert (tmp_path / "out" / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("devices", [8, 64, 1024])
+def test_the_example_plans_say_all_that_a_plan_needs(devices: int) -> None:
+    config = load_config(str(CONFIGS / f"plan_{devices}_devices.toml"), [])
+    assert config.generator.count + config.learner.ranks == devices
+    costs = costs_of(config)
+    # Given splits are near the even one: the examples are about staleness, not about a gross mistake.
+    learner = costs.learner_tokens_per_s * config.learner.ranks
+    assert 0.6 < learner / costs.generator_limit(config) < 1.6
 
 
 def test_costs_that_nobody_gave_are_named(config: str, capsys: pytest.CaptureFixture[str]) -> None:
