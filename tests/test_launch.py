@@ -18,7 +18,7 @@ from async_rl.config.threads import generator_threads, learner_threads, sleep_at
 from async_rl.launch.local import Child, Deadlines, Supervisor, children_of
 from tests.conftest import Spawn
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 """Deadline of every wait; a pass never needs it."""
 FAST = Deadlines(stop_s=PATIENCE_S, leave_s=PATIENCE_S, first_restart_s=0.01, longest_restart_s=0.02)
 FAST_LEAVE = Deadlines(stop_s=PATIENCE_S, leave_s=0.05, first_restart_s=0.01, longest_restart_s=0.02)
@@ -209,6 +209,23 @@ def test_nothing_outlives_a_killed_supervisor(spawn: Spawn, tmp_path: Path) -> N
     for name in ("l.pid", "g.pid"):
         wait_until(lambda name=name: not lives(pid_in(tmp_path / name)), f"{name} to be gone")
     assert (tmp_path / "l.clean").exists(), "it was asked first"
+
+
+def test_what_a_killed_generator_left_in_the_temporary_folder_is_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    generator = """
+    from async_rl.leftovers import OwnedFolder
+    owned = OwnedFolder()
+    (folder / "path").write_text(str(owned.path))
+    note("owned")
+    os.killpg(0, signal.SIGKILL)
+    """
+    learner = "wait_for('owned')"
+    assert supervisor(tmp_path, learner, generator, restarts=0, deadlines=FAST_LEAVE).run() in (0, 128 + signal.SIGKILL)
+    owned = Path((tmp_path / "path").read_text())
+    assert owned.parent == tmp_path and not owned.exists()
 
 
 def config(**sections: dict) -> object:

@@ -8,7 +8,7 @@ An update, from outside to inside:
 from __future__ import annotations
 
 import asyncio
-import shutil
+import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,7 +20,9 @@ import numpy as np
 
 from async_rl.config import schema
 from async_rl.engines import vllm_process
+from async_rl.engines.awake import within
 from async_rl.engines.base import Engine, EngineError, LoadReport, Sample, SampleRequest
+from async_rl.leftovers import OwnedFolder
 from async_rl.protocol import EpochInfo, Manifest, SamplingParams, VersionSpan
 from async_rl.weights.errors import WeightsError
 
@@ -61,7 +63,7 @@ class VllmEngine(Engine):
         self.load_timeout_s = load_timeout_s
         self.receivers = config.tensor_parallel
         self._llm: Any = None
-        self._sockets: Path | None = None
+        self._sockets: OwnedFolder | None = None
         self._watch: vllm_process.ProcessWatch | None = None
         self._failure: EngineError | None = None
         self._gate = asyncio.Event()
@@ -71,8 +73,8 @@ class VllmEngine(Engine):
 
     async def start(self) -> None:
         """Start vLLM's processes (about 30 s); the loop stays free meanwhile. Raises EngineError with the cause."""
-        self._sockets = vllm_process.prepare_environment(self.threads)
         try:
+            self._sockets = vllm_process.prepare_environment(self.threads)
             self._llm = await asyncio.to_thread(self._build)
         except Exception as error:  # anything that keeps vLLM from starting, with its own words
             limit = "generator.engine.max_model_len, else data.max_prompt_tokens + sampling.max_completion_tokens"
@@ -81,6 +83,7 @@ class VllmEngine(Engine):
                 f"({limit}): {error}"
             ) from error
         self._watch = vllm_process.ProcessWatch([p.pid for p in self._processes()])
+        self._sockets.note_segments([os.getpid(), *self._watch.pids()])
         await self._set_label(0)
 
     def _build(self) -> Any:
@@ -225,14 +228,15 @@ class VllmEngine(Engine):
     # --- calls and their failures -------------------------------------------------------------
 
     async def _rpc(self, method: str, arguments: tuple = (), timeout_s: float = RPC_TIMEOUT_S) -> list[Any]:
-        """Call a method of every worker; an error or a timeout ends the engine (its answers would be out of step)."""
-        call = self._llm.collective_rpc(method, timeout=timeout_s, args=arguments)
-        return await self._bounded(method, call, timeout_s + GRACE_S)
+        """Call a method of every worker; an error or a timeout ends the engine (its answers would be out of step).
+
+        vLLM is given no timeout of its own: its core would count the time for which all of them were stopped.
+        """
+        return await self._bounded(method, self._llm.collective_rpc(method, args=arguments), timeout_s)
 
     async def _bounded(self, what: str, call: Any, timeout_s: float) -> Any:
         try:
-            async with asyncio.timeout(timeout_s):
-                return await call
+            return await within(call, timeout_s)
         except TimeoutError as error:
             raise self._fail(f"{what} was not answered within {timeout_s:g} s") from error
         except Exception as error:  # vLLM forwards a worker's error as a plain Exception
@@ -256,8 +260,13 @@ class VllmEngine(Engine):
 
     async def close(self) -> None:
         """Stop vLLM and wait until none of its processes is left."""
-        if self._sockets is not None:
-            shutil.rmtree(self._sockets, ignore_errors=True)
+        try:
+            await self._stop()
+        finally:
+            if self._sockets is not None:
+                self._sockets.remove()
+
+    async def _stop(self) -> None:
         if self._llm is None:
             return
         self._fail("the engine was closed")

@@ -22,7 +22,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from async_rl.engines.vllm_process import BACKEND, end_with_owner, published_shapes
+from async_rl.engines.vllm_process import BACKEND, end_with_owner, keep_files_together, published_shapes
 from async_rl.engines.vllm_seeds import repair_cpu_generators
 from async_rl.engines.vllm_waiting import sleep_instead_of_spinning
 from async_rl.protocol import EpochInfo, Manifest
@@ -43,6 +43,7 @@ def register() -> None:
     # Its warnings name layers that no checkpoint holds, at every update; names are compared before a transfer instead.
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
     sleep_instead_of_spinning()
+    keep_files_together()
     end_with_owner()
 
 

@@ -21,19 +21,27 @@ from safetensors import safe_open
 
 from async_rl.config import schema
 from async_rl.engines.vllm_memory import kv_cache_bytes
+from async_rl.leftovers import OwnedFolder, sweep
 
 BACKEND = "async_rl"
 """Name of our weight-transfer engine in vLLM's registry."""
 OWNER_VARIABLE = "ASYNC_RL_ENGINE_OWNER"
 """Environment variable with the pid of the generator; vLLM's processes end with it, however it ends."""
+SOCKET_NAME_BYTES = 36
+"""vLLM names its sockets by a UUID."""
 GRACE_S = 1.0
 """Seconds that a process gets to end by itself, and to be gone once killed."""
 
 
-def prepare_environment(threads: int) -> Path:
-    """Set what vLLM reads from the environment, before its first import; return the folder of its sockets."""
-    sockets = Path(tempfile.mkdtemp(prefix="async-rl-"))
-    os.environ["VLLM_RPC_BASE_PATH"] = str(sockets)  # left to itself it strews its sockets over the temporary folder
+def prepare_environment(threads: int) -> OwnedFolder:
+    """Set what vLLM reads from the environment, before its first import; return the folder of its sockets.
+
+    Raises ValueError where no folder is short enough for them.
+    """
+    sweep()
+    sockets = OwnedFolder(room=SOCKET_NAME_BYTES)
+    # Left to itself it strews its sockets over the temporary folder.
+    os.environ["VLLM_RPC_BASE_PATH"] = str(sockets.path)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ[OWNER_VARIABLE] = str(os.getpid())
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads: a forked child could deadlock
@@ -59,6 +67,12 @@ def end_with_owner() -> None:
     if multiprocessing.parent_process() is not None:  # an engine core or a worker, no helper that returns a status
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         atexit.register(_exit_at_once)
+
+
+def keep_files_together() -> None:
+    """In a process of vLLM: temporary files lie in the folder of its sockets, and so go with it."""
+    if OWNER_VARIABLE in os.environ and os.environ[OWNER_VARIABLE] != str(os.getpid()):
+        tempfile.tempdir = os.environ["VLLM_RPC_BASE_PATH"]
 
 
 def _exit_at_once() -> None:
@@ -131,6 +145,10 @@ class ProcessWatch:
         self.roots = [psutil.Process(pid) for pid in roots]
         self.workers = [child for root in self.roots for child in root.children(recursive=True)]
         self.names = {process: process.name() for process in (*self.roots, *self.workers)}
+
+    def pids(self) -> list[int]:
+        """All of them."""
+        return [process.pid for process in self.names]
 
     def dead(self) -> list[str]:
         """Those that ended."""

@@ -2,7 +2,8 @@
 
 The supervisor writes the groups that it starts and ends into a pipe (`123`, `-123`, one a line). When the pipe closes,
 whatever is still in those groups gets SIGTERM and, after a grace, SIGKILL. Unlike a parent-death signal this reaches
-grandchildren too, and needs no code in a forked child. It runs as `python -I guard.py GRACE_S`.
+grandchildren too, and needs no code in a forked child. It runs as `python -I guard.py GRACE_S SWEEPER` and becomes
+`python -I SWEEPER` at the end: what those processes left behind is removed (`leftovers.py`).
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ def main() -> None:
         group = int(line)
         groups.add(group) if group > 0 else groups.discard(-group)
     end_groups(groups, float(sys.argv[1]))
+    os.execv(sys.executable, [sys.executable, "-I", sys.argv[2]])
 
 
 if __name__ == "__main__":

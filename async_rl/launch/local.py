@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from async_rl import leftovers
 from async_rl.addresses import free_port, join_address
 from async_rl.config import Config, load_config
 from async_rl.config.threads import VARIABLE, generator_threads, learner_threads
@@ -247,7 +248,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        argv = [sys.executable, "-I", guard.__file__, str(self.deadlines.orphan_s)]
+        argv = [sys.executable, "-I", guard.__file__, str(self.deadlines.orphan_s), leftovers.__file__]
         self._guard = subprocess.Popen(argv, stdin=subprocess.PIPE, start_new_session=True)
         try:
             yield
