@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -70,6 +71,8 @@ class Run:
     config: Path
     spawn: Spawn
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
+    environ: dict[str, str] = field(default_factory=dict)
+    """Further environment variables of every process."""
 
     def start(self, *words: str, within: Sequence[str] = ()) -> subprocess.Popen[str]:
         """Start `async-rl WORDS...`; its output goes to a file, and `output` reads it.
@@ -79,7 +82,7 @@ class Run:
         number = len(self.processes)
         log = (self.folder / f"process-{number}.log").open("w")
         argv = [*within, sys.executable, "-m", "async_rl.cli", *words]
-        process = self.spawn(argv, stdout=log, stderr=log)
+        process = self.spawn(argv, stdout=log, stderr=log, env=os.environ | self.environ)
         self.processes.append(process)
         return process
 
