@@ -37,7 +37,7 @@ test: setup ## Run all tests, fast and slow.
 		$(BIN)/python -m pytest --last-failed --last-failed-no-failures none $(PYTEST_ARGS); }
 
 chaos: setup ## Kill, stop, cut off, add and remove generators while a run trains; then check the account (under twenty minutes).
-	$(BIN)/python -m benchmarks.chaos
+	$(BIN)/python -m benchmarks.chaos $(CHAOS_ARGS)
 
 mutate: setup ## Break the formulas one by one and see that the tests notice (tens of minutes).
 	$(BIN)/python -m tests.mutate

@@ -96,15 +96,16 @@ class Group:
     def _finish_oldest(self, deadline: Deadline, where: str) -> torch.Tensor:
         """Wait for the oldest bucket under way."""
         bucket, work = self._works[0]
-        while not self._wait(work, min(NEWS_S, deadline.left()), where):
+        while not self._wait(work, deadline, where):
             if deadline.passed():
-                raise WeightsError(f"{where}: no progress within {deadline.seconds:g} s")
+                raise _late(deadline, where)
             self.raise_news(where)
         self._works.popleft()
         return bucket
 
-    def _wait(self, work: Work, seconds: float, where: str) -> bool:
-        """Whether an operation ended within `seconds`; raises WeightsError if it failed."""
+    def _wait(self, work: Work, deadline: Deadline, where: str) -> bool:
+        """Whether an operation ended before it is time to look for news; raises WeightsError if it failed."""
+        seconds = min(NEWS_S, deadline.left())
         until = Deadline(seconds)
         try:
             if self._backend == "gloo" and seconds > POLL_S:
@@ -120,6 +121,8 @@ class Group:
             if not work.is_completed():
                 return False
             self.raise_news(where)  # A reset connection is often the echo of what a rank has reported.
+            if deadline.passed():  # On a busy machine gloo's own timeout, which comes later, may be seen first.
+                raise _late(deadline, where) from error
             raise WeightsError(f"{where}: {_first_line(error)}") from error
 
     def raise_news(self, where: str) -> None:
@@ -250,6 +253,10 @@ def _hold_until_done(group: Any, works: list[Work]) -> None:
     """Keep a group alive until its last operation has ended."""
     while not all(work.is_completed() for work in works):
         time.sleep(0.1)
+
+
+def _late(deadline: Deadline, where: str) -> WeightsError:
+    return WeightsError(f"{where}: no progress within {deadline.seconds:g} s")
 
 
 def _first_line(error: BaseException) -> str:

@@ -30,7 +30,7 @@ CONFIG = """
 dir = "{dir}/run"
 steps = 6
 seed = 3
-stall_timeout_s = 100
+stall_timeout_s = 200
 [model]
 path = "{model}"
 [data]
@@ -53,9 +53,9 @@ type = "hf"
 [transport]
 port = {port}
 heartbeat_s = 0.2
-heartbeat_timeout_s = 3
+heartbeat_timeout_s = 8
 [weights]
-deadline_s = 20
+deadline_s = 60
 [evaluation]
 every = 3
 [metrics]
@@ -103,14 +103,14 @@ class Run:
         path = self.folder / "run" / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
-    def until(self, what: Callable[[], Any], timeout_s: float = 120.0) -> None:
+    def until(self, what: Callable[[], Any], timeout_s: float = 240.0) -> None:
         """Wait until `what` is true, at most `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while not what():
             assert time.monotonic() < deadline, self.output()
             time.sleep(0.05)
 
-    def wait(self, process: subprocess.Popen[str], code: int = 0, timeout_s: float = 180.0) -> None:
+    def wait(self, process: subprocess.Popen[str], code: int = 0, timeout_s: float = 300.0) -> None:
         """The process ends with `code`."""
         try:
             process.wait(timeout_s)

@@ -23,7 +23,7 @@ class Proxy:
         self._server: asyncio.Server | None = None
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(120)
 
     def cut(self) -> None:
         """Nothing passes any more, and nobody is told: a cable is pulled."""
@@ -44,9 +44,9 @@ class Proxy:
 
     def close(self) -> None:
         """End everything."""
-        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(120)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(120)
         self._loop.close()
 
     async def _end(self) -> None:

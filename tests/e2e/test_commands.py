@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.conftest import Run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 KEYS = {
     "step", "policy_version", "reward/mean", "staleness/mean", "staleness/max", "staleness/overdue_token_share",
@@ -71,9 +71,8 @@ def test_ctrl_c_stops_everything_cleanly(run: Run, ranks: int) -> None:
 
 def test_a_reward_that_always_raises_ends_the_run_with_its_error(run: Run) -> None:
     (run.folder / "rewards.py").write_text("def score(completion, answer, **p):\n    raise KeyError('no such thing')\n")
-    train = run.start("train", str(run.config), "run.stall_timeout_s=15", "rewards.max_attempts=1", "data.epochs=1")
-    train.wait(180)
-    assert train.returncode == 1, run.output()
+    train = run.start("train", str(run.config), "run.stall_timeout_s=120", "rewards.max_attempts=1", "data.epochs=1")
+    run.wait(train, code=1)
     assert "KeyError: 'no such thing'" in run.output()
     assert "the data ended after 0 of 6 steps; problems dropped: " in run.output()
 

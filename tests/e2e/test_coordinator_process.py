@@ -14,7 +14,7 @@ import pytest
 from async_rl.addresses import split_address
 from tests.e2e.conftest import Run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def coordinator_of(learner: subprocess.Popen[str]) -> psutil.Process:
@@ -45,7 +45,7 @@ def test_a_killed_learner_leaves_neither_coordinator_nor_port(run: Run) -> None:
     run.until((run.folder / "run" / "address").exists)
     coordinator = coordinator_of(learner)
     learner.send_signal(signal.SIGKILL)
-    coordinator.wait(60)
+    coordinator.wait(240)
     host, port = split_address(json.loads((run.folder / "run" / "address").read_text())["learner"])
     with socket.socket() as next_learner:
         next_learner.bind((host, port))

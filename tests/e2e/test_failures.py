@@ -16,7 +16,7 @@ from async_rl.status import fetch_status
 from tests.e2e.conftest import Run
 from tests.e2e.proxy import proxy
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ENDLESS = ("run.steps=100000", "evaluation.every=0", "staleness.max_staleness=2")
 
@@ -43,6 +43,11 @@ def status(run: Run) -> dict[str, Any]:
     return fetch_status(address(run, "http"))
 
 
+def active(run: Run) -> set[str]:
+    """Names of the generators that have the weights."""
+    return {member["name"] for member in status(run)["generators"] if member["state"] == "active"}
+
+
 def end(run: Run, learner: subprocess.Popen[str]) -> dict[str, Any]:
     """Check the account and the bound of the run so far, then end it; the last status."""
     last = status(run)
@@ -63,16 +68,17 @@ def test_a_stopped_generator_loses_its_leases_and_comes_back_under_its_name(run:
     learner = run.learner(*ENDLESS)
     run.generator("steady", *ENDLESS)
     stopped = run.generator("stopped", *ENDLESS)
-    run.until(lambda: lines(run, "generator stopped joined") == 1)
+    run.until(lambda: lines(run, "generator stopped joined") >= 1)
     goes_on(run, 2)
+    joined = lines(run, "generator stopped joined")
     stopped.send_signal(signal.SIGSTOP)
-    run.until(lambda: "generator stopped left: silent for more than 3 s" in run.output())
+    run.until(lambda: "generator stopped left: silent for more than 8 s" in run.output())
     goes_on(run)
     stopped.send_signal(signal.SIGCONT)
-    run.until(lambda: lines(run, "generator stopped joined") == 2)
+    run.until(lambda: lines(run, "generator stopped joined") > joined)
     goes_on(run)
-    last = end(run, learner)
-    assert {member["name"] for member in last["generators"]} == {"steady", "stopped"}
+    run.until(lambda: active(run) == {"steady", "stopped"})
+    end(run, learner)
     run.wait(stopped)
 
 
@@ -82,34 +88,36 @@ def test_a_generator_behind_a_bad_line_comes_back_whenever_it_can(run: Run) -> N
     run.generator("steady", *ENDLESS)
     with proxy(address(run)) as wire:
         far = run.start("generator", str(run.config), *ENDLESS, "--name", "far", "--learner", wire.address)
-        run.until(lambda: lines(run, "generator far joined") == 1)
+        run.until(lambda: lines(run, "generator far joined") >= 1)
         goes_on(run, 2)
         for _ in range(3):
             wire.reset()
             goes_on(run, 2)
-        run.until(lambda: {m["name"] for m in status(run)["generators"] if m["state"] == "active"} == {"steady", "far"})
+        run.until(lambda: active(run) == {"steady", "far"})
+        gone = lines(run, "generator far left: silent")
         wire.cut()
-        run.until(lambda: "generator far left: silent" in run.output())
+        run.until(lambda: lines(run, "generator far left: silent") > gone)
         goes_on(run)
         joined = lines(run, "generator far joined")
         wire.mend()
         run.until(lambda: lines(run, "generator far joined") > joined)
         goes_on(run)
-        last = end(run, learner)
-        assert {member["name"] for member in last["generators"]} == {"steady", "far"}
+        run.until(lambda: active(run) == {"steady", "far"})
+        end(run, learner)
         run.wait(far)
 
 
 @pytest.mark.parametrize("then", ["stays", "is killed"])
 def test_a_generator_that_stops_in_a_publication_is_put_out_and_the_rest_gets_the_weights(run: Run, then: str) -> None:
     """Its heartbeat may be late for minutes: the publication's own deadline ends the wait, or the lost connection."""
-    deadline_s = 4 if then == "stays" else 400
+    deadline_s = 10 if then == "stays" else 400
     overrides = (*ENDLESS, "transport.heartbeat_timeout_s=400", f"weights.deadline_s={deadline_s}")
     learner = run.learner(*overrides)
     steady = run.generator("steady", *overrides)
     hung = run.generator("hung", *overrides)
-    run.until(lambda: {m["state"] for m in status(run)["generators"]} == {"active"} and lines(run, "joined") == 2)
+    run.until(lambda: active(run) == {"steady", "hung"})
     goes_on(run, 2)
+    joined = lines(run, "generator hung joined")
     hung.send_signal(signal.SIGSTOP)
     if then == "is killed":
         run.until(lambda: "publication of version" in status(run)["wait"] and "hung" in status(run)["wait"])
@@ -117,11 +125,10 @@ def test_a_generator_that_stops_in_a_publication_is_put_out_and_the_rest_gets_th
     why = "its connection is gone" if then == "is killed" else "evicted: did not"
     run.until(lambda: f"generator hung left: {why}" in run.output())
     goes_on(run)
-    (member,) = status(run)["generators"]
-    assert member["name"] == "steady" and member["state"] == "active"
+    run.until(lambda: active(run) == {"steady"})
     if then == "stays":
         hung.send_signal(signal.SIGCONT)
-        run.until(lambda: lines(run, "generator hung joined") == 2)
+        run.until(lambda: lines(run, "generator hung joined") > joined)
         goes_on(run)
     end(run, learner)
     run.wait(steady)
@@ -131,12 +138,13 @@ def test_generators_outlive_a_killed_learner_and_work_for_the_next(run: Run) -> 
     first = run.learner(*ENDLESS)
     generator = run.generator("loyal", *ENDLESS)
     run.until(lambda: steps(run) >= 3)
+    joined = lines(run, "generator loyal joined")
     first.send_signal(signal.SIGKILL)
-    first.wait(30)
+    first.wait(120)
     run.until(lambda: "no word from the learner" in run.output())
     (run.folder / "run" / "address").unlink()
     second = run.learner(*ENDLESS)
-    run.until(lambda: lines(run, "generator loyal joined") == 2)
+    run.until(lambda: lines(run, "generator loyal joined") > joined)
     run.until(lambda: status(run)["ledger"]["trained"] >= 8)
     assert "is back" in run.output(), "it says what it keeps and what it throws away"
     assert [member["pid"] for member in status(run)["generators"]] == [generator.pid]

@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.conftest import Run
 from tests.e2e.traces import Traces
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def learner_of(supervisor: int) -> int:

@@ -21,7 +21,7 @@ from async_rl.checkpoints.tensors import read_tensors, stored_tensors
 from async_rl.cli import run as cli
 from tests.e2e.conftest import Run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SYNCHRONOUS = ("staleness.max_staleness=0", "evaluation.every=0", "generator.slots=1", "learner.decay=cosine")
 """One slot: the engine computes one row at a time, whatever else is waiting, and so the same bits."""
@@ -44,7 +44,7 @@ def tensors_at(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
 
 def kill(process: subprocess.Popen[str]) -> None:
     process.kill()
-    process.wait(30)
+    process.wait(120)
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:

@@ -35,9 +35,9 @@ def test_the_loop_with_vllm(run: Run) -> None:
     )
     traces = Traces(run)
     train = run.start("train", str(run.config), *overrides)
-    run.until(lambda: train.poll() is not None or len(run.metrics()) >= 2, timeout_s=400)
+    run.until(lambda: train.poll() is not None or len(run.metrics()) >= 2, timeout_s=600)
     traces.look()
-    run.wait(train, timeout_s=400)
+    run.wait(train, timeout_s=600)
     traces.assert_nothing_left()
     assert traces.shared, "vLLM's processes share memory"
     rows = [row for row in run.metrics() if "reward/mean" in row]
@@ -64,7 +64,7 @@ def test_vllm_generators_through_every_failure(run: Run) -> None:
     with proxy(address(run)) as wire:
         words = ("generator", str(run.config), *patient, impatient, VLLM, "--name", "far", "--learner", wire.address)
         far = run.start(*words)
-        run.until(lambda: works(run, "near") and works(run, "far") and works(run, "steady"), timeout_s=400)
+        run.until(lambda: works(run, "near") and works(run, "far") and works(run, "steady"), timeout_s=600)
         traces.look()
         stop_and_continue(run, near)
         cut_and_mend(run, wire)

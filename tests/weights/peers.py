@@ -17,7 +17,7 @@ from async_rl.weights.base import SendBuffers, host_bytes
 from async_rl.weights.broadcast import Receiver, Sender
 from async_rl.weights.errors import WeightsError
 
-ANSWER_S = 60.0
+ANSWER_S = 180.0
 
 
 class Peer:
@@ -89,7 +89,7 @@ def peers(count: int) -> Iterator[list[Peer]]:
             peer.end()
 
 
-def epoch_info(sender: Sender, epoch: int, rank: int, size: int, deadline_s: float = 30.0) -> EpochInfo:
+def epoch_info(sender: Sender, epoch: int, rank: int, size: int, deadline_s: float = 120.0) -> EpochInfo:
     return EpochInfo(
         epoch=epoch, backend=sender.backend, host=sender.host, port=sender.port, rank=rank, size=size,
         deadline_s=deadline_s,
@@ -101,7 +101,7 @@ def join_all(sender: Sender, members: list[Peer], epoch: int) -> None:
     size = len(members) + 1
     for rank, peer in enumerate(members, start=1):
         peer.tell("join", epoch_info(sender, epoch, rank, size))
-    sender.join(epoch, size, 30.0)
+    sender.join(epoch, size, 120.0)
     for peer in members:
         peer.answer()
 
