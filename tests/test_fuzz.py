@@ -24,7 +24,7 @@ from tests.loop.test_fleet import check_account
 
 pytestmark = pytest.mark.slow
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 KEY = p.LeaseKey("train", 0, 0, 1)
 HELLO = p.Hello(
     protocol=p.PROTOCOL_VERSION, name="fuzz", incarnation="1", run_id=None, policy_version=None, slots=0, receivers=0,

@@ -45,7 +45,7 @@ def test_only_a_dead_owners_folder_and_shared_memory_are_swept(base: Path, spawn
     assert sweep() == 0, "its owner lives"
     assert folder.is_dir() and all(segment.exists() for segment in segments)
     os.killpg(owner.pid, signal.SIGKILL)
-    owner.wait(60)
+    owner.wait(120)
     assert sweep() == 1
     assert list(base.iterdir()) == [] and not any(segment.exists() for segment in segments)
 

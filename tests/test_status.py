@@ -34,7 +34,7 @@ async def test_the_status_of_a_run_names_its_parts(tmp_path: Path, capsys: pytes
         await learner.until(4)
         learner.coordinator.collect(1.0)
         await second.generator.leave("test of leaving")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(150):
             while len((found := await asyncio.to_thread(status.fetch_status, http))["generators"]) > 1:
                 await asyncio.sleep(0.02)
         assert await asyncio.to_thread(cli.run, ["status", http, "--json"]) == 0

@@ -143,7 +143,7 @@ def judge() -> Iterator[int]:
         thread.start()
         yield server.server_address[1]
         server.shutdown()
-        thread.join(10)
+        thread.join(120)
 
 
 async def test_the_reward_that_asks_a_service(folder: Path, judge: int) -> None:

@@ -46,11 +46,12 @@ class Traces:
         self.run.until(lambda: self.processes() == [])
         sockets = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
         assert [c.laddr.port for c in sockets if c.laddr.port in self.ports and c.pid in (None, *self.pids)] == []
-        assert [path for path in self.shared if path.exists()] == []
+        shared = [str(path) for path in self.shared if path.exists()]
+        assert shared == [], f"left: {shared}"
         # torch makes an empty folder for a compiler's cache wherever it is imported.
         files = [path for path in self.temporary.rglob("*") if not path.is_dir() or "torchinductor" not in path.name]
         owned = [path for base in leftovers._bases() for path in base.glob(f"{leftovers.PREFIX}*") if self._ours(path)]
-        assert files + owned == []
+        assert files + owned == [], f"left: {[str(path) for path in files + owned]}"
         assert [str(path) for path in (self.run.folder / "run").rglob("*") if "partial" in path.name] == []
 
     def _ours(self, folder: Path) -> bool:

@@ -17,7 +17,7 @@ from async_rl.weights.base import SendBuffers
 from async_rl.weights.broadcast import Sender
 
 TEMPERATURE = 0.7
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 SLOTS = 8
 CLOSE = 1e-4
 """Nats; float32 numerics stay two orders below."""

@@ -27,7 +27,7 @@ from tests.tiny_models import tiny_model
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 LONG = 300
 """Tokens: long enough that an update comes in the middle."""
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 class SimulatedRig(SamplingRig):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -76,7 +77,7 @@ def test_folder_without_safetensors_is_named(tmp_path):
 
 
 def test_process_ends_with_its_owner():
-    owner = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    owner = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     code = (
         "from async_rl.engines.vllm_process import end_with_owner; end_with_owner(); print('up', flush=True); input()"
     )
@@ -91,8 +92,8 @@ def test_process_ends_with_its_owner():
         assert child.stdout is not None and child.stdout.readline() == "up\n"
         assert child.poll() is None
         owner.kill()
-        owner.wait(10)
-        assert child.wait(10) == -signal.SIGKILL
+        owner.wait(120)
+        assert child.wait(120) == -signal.SIGKILL
     finally:
         owner.kill()
         child.kill()
@@ -126,25 +127,26 @@ def engine(monkeypatch):
 
 
 JOIN = EpochInfo(epoch=1, backend="gloo", host="127.0.0.1", port=1, rank=1, size=3, deadline_s=0.1)
+PATIENT = msgspec.structs.replace(JOIN, deadline_s=120.0)
 
 
 async def test_transfer_waits_for_all_workers(engine):
     polls = [[state(running=True)] * 2, [state(), state(running=True)], [state(), state()]]
     engine._rpc = workers = Workers([[None, None]], polls)
-    await engine.join_epoch(JOIN)
+    await engine.join_epoch(PATIENT)
     assert engine.receivers == 2 and workers.calls.count("weights_poll") == 3
 
 
 async def test_error_of_one_worker_is_the_transfers(engine):
     engine._rpc = Workers([[None, None]], [[state(), state(error="rank 2 saw nothing")]])
     with pytest.raises(WeightsError, match="rank 2 saw nothing"):
-        await engine.join_epoch(JOIN)
+        await engine.join_epoch(PATIENT)
 
 
 async def test_workers_that_received_different_bytes_are_an_error(engine):
     engine._rpc = Workers([[None, None]], [[state(checksum="a"), state(checksum="b")]])
     with pytest.raises(WeightsError, match="different bytes"):
-        await engine.join_epoch(JOIN)
+        await engine.join_epoch(PATIENT)
 
 
 async def test_stuck_transfer_is_an_error_after_its_deadline(engine):
@@ -155,7 +157,7 @@ async def test_stuck_transfer_is_an_error_after_its_deadline(engine):
 
 async def test_transfer_waits_for_an_abandoned_one_and_names_it(engine):
     engine._rpc = workers = Workers([["join epoch 0", None], [None, None]], [[state(), state()]])
-    await engine.join_epoch(JOIN)
+    await engine.join_epoch(PATIENT)
     assert workers.calls == ["weights_begin_join", "weights_begin_join", "weights_poll"]
     engine._rpc = Workers([["join epoch 0", None]], [[state(), state()]])
     with pytest.raises(WeightsError, match="'join epoch 0'"):
@@ -164,8 +166,6 @@ async def test_transfer_waits_for_an_abandoned_one_and_names_it(engine):
 
 @pytest.mark.slow
 def test_worker_takes_its_own_rank_in_the_group(monkeypatch):
-    import msgspec
-
     from async_rl.engines import vllm_plugin
 
     seen = []
@@ -185,7 +185,7 @@ def test_worker_takes_its_own_rank_in_the_group(monkeypatch):
     worker.job, worker.receiver, worker.shapes = None, None, {"w": (2,)}
     worker.device, worker.parallel_config = torch.device("cpu"), SimpleNamespace(rank=3)
     worker.init_transfer_engine(vllm_plugin.JoinInfo(msgspec.msgpack.encode(JOIN)))
-    worker.job.join(10)
+    worker.job.join(120)
     assert worker.job.error is None and seen == [{"w": (2,)}, 4]
     vllm_plugin.register()
     vllm_plugin.register()

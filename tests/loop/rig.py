@@ -31,14 +31,14 @@ from async_rl.transport import Client
 def make_config(tmp_path: Path, **sections: dict[str, Any]) -> Config:
     """Small and quick; `sections` override single settings."""
     base: dict[str, dict[str, Any]] = {
-        "run": {"dir": str(tmp_path / "run"), "steps": 12, "stall_timeout_s": 20.0},
+        "run": {"dir": str(tmp_path / "run"), "steps": 12, "stall_timeout_s": 60.0},
         "model": {"path": "none"},
         "environment": {"type": "arithmetic"},
         "sampling": {"group_size": 4, "max_completion_tokens": 32},
         "staleness": {"max_staleness": 2, "overdue": "wait"},
         "learner": {"batch_groups": 4},
         "generator": {"slots": 8, "engine": {"type": "simulated", "median_tokens": 12.0, "tokens_per_s": 2000.0}},
-        "transport": {"port": 0, "heartbeat_s": 0.05, "heartbeat_timeout_s": 0.6, "connect_timeout_s": 20.0},
+        "transport": {"port": 0, "heartbeat_s": 0.05, "heartbeat_timeout_s": 0.6, "connect_timeout_s": 60.0},
         "weights": {"deadline_s": 3.0},
         "rewards": {"max_attempts": 2},
     }
@@ -134,7 +134,7 @@ class Learner:
         self._publish(0)
         for step in range(1, self.config.run.steps + 1):
             request = self.coordinator.request_batch()
-            assert request.wait(60.0), "no batch within 60 s"
+            assert request.wait(150.0), "no batch within 150 s"
             groups = request.result()
             if groups is None:
                 break
@@ -153,7 +153,7 @@ class Learner:
         self.version = version
         self.coordinator.publish(manifest(self.run_id, version), evaluate=self.evaluates and version in (0, 4))
 
-    async def done(self, timeout_s: float = 60.0) -> None:
+    async def done(self, timeout_s: float = 200.0) -> None:
         """Wait for the end of training; raises what ended it."""
         await asyncio.to_thread(self._thread.join, timeout_s)
         assert not self._thread.is_alive(), self.coordinator.status()
@@ -162,7 +162,7 @@ class Learner:
 
     async def until(self, num_batches: int) -> None:
         """Wait until so many batches were trained."""
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(150):
             while len(self.batches) < num_batches and self._thread.is_alive():
                 await asyncio.sleep(0.01)
 

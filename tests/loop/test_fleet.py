@@ -86,7 +86,7 @@ async def test_a_leaving_generator_returns_its_leases_at_once(tmp_path: Path, mo
     address = learner.start()
     stuck = make_config(tmp_path, generator={"engine": endless}, transport={"heartbeat_timeout_s": 30.0})
     async with fleet(stuck, address, "stuck") as (worker,):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(150):
             while not worker.generator.work:
                 await asyncio.sleep(0.01)
         worker.generator.unacknowledged[LeaseKey("train", 0, 0, 99)] = None  # type: ignore[assignment]

@@ -141,7 +141,7 @@ async def test_weights_of_a_learner_that_is_gone_are_not_reported_to_the_next(tm
     await generator._handle(welcome("run-2", 0))
     await generator._handle(p.RelabelVersion(version=0))
     go_on.set()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(150):
         while not any(isinstance(m, p.Loaded) and m.version == 0 for m in wire.sent):
             await asyncio.sleep(0.01)
     assert [m.version for m in wire.sent if isinstance(m, p.Loaded)] == [0]
@@ -185,7 +185,7 @@ async def test_a_generator_leaves_although_the_learner_reads_nothing(tmp_path: P
         raise TimeoutError("the learner reads nothing")
 
     wire.send = full  # type: ignore[method-assign]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(150):
         await generator.leave("asked to")
         assert await generator._over == "asked to"
     await worker.close()

@@ -185,7 +185,7 @@ def test_it_does_not_outlive_a_killed_learner(config: Callable[..., Config], spa
     coordinator = psutil.Process(int(learner.stdout.readline()))
     os.kill(learner.pid, signal.SIGKILL)  # The process alone, not its group.
     try:
-        coordinator.wait(60)
+        coordinator.wait(150)
     except psutil.TimeoutExpired:
         pytest.fail("the coordinator outlived its learner")
 
@@ -225,7 +225,7 @@ def take_batches(coordinator: CoordinatorProcess, count: int) -> list[tuple[int,
     taken = []
     for _ in range(count):
         request = coordinator.request_batch()
-        assert request.wait(60.0), coordinator.status()
+        assert request.wait(150.0), coordinator.status()
         groups = request.result()
         assert groups is not None
         coordinator.trained()
