@@ -168,6 +168,9 @@ def test_refused(overrides: list[str], parts: tuple[str, ...]) -> None:
         ["sampling.group_size=1", "algorithm.advantage.type=reinforce_plus_plus", "algorithm.advantage.baseline=none"],
         ["sampling.group_size=1", "algorithm.advantage.type=remax", "sampling.max_refills=1"],
         ["generator.engine.max_model_len=1280"],
+        ["algorithm.correction.max_token_staleness=1"],
+        ["algorithm.correction.max_token_staleness=0", "algorithm.proximal=behavior"],
+        ["algorithm.correction.max_token_staleness=5", "staleness.overdue=keep"],
     ],
 )
 def test_accepted(overrides: list[str]) -> None:
@@ -236,6 +239,9 @@ def test_the_behavior_weight_has_no_cap_under_a_loss_that_takes_the_ratio_itself
             ["algorithm.proximal=behavior", "algorithm.loss.type=icepop", "algorithm.loss.low=0.1"],
             "algorithm.proximal=recompute",
         ),
+        (["algorithm.correction.max_token_staleness=2"], "staleness.overdue=keep"),
+        (["algorithm.correction.max_token_staleness=3", "staleness.overdue=wait"], "staleness.max_staleness=9"),
+        (["algorithm.denominator=kept"], "algorithm.correction.max_token_staleness=1"),
         (["algorithm.kl.horizon=5", "algorithm.kl.coefficient=0.1"], "algorithm.kl.target=0.1"),
         (["algorithm.kl.estimator=k3"], "algorithm.kl.coefficient=0.1"),
     ],

@@ -31,12 +31,14 @@ def behavior_weight(
     mask: Tensor,
     sequence_index: Tensor,
     num_sequences: int,
+    staleness: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return the weight pi_prox / mu [T], what stays in the loss (bool [T]), and sums for metrics.
 
     The weight is float32 without gradient, 0 where masked or rejected; what stays is a subset of `mask`. The sums
     are 0-dim tensors that add over micro-batches and ranks: int64 counts `tokens` (valid), `kept`, `truncated`,
-    `rejected`, and float32 `weight` and `weight_squared` over kept tokens.
+    `rejected`, of these `stale` for their age, and float32 `weight` and `weight_squared` over kept tokens. `staleness`,
+    int64 [T], is read with max_token_staleness only. Ratios of sequences are those of all their valid tokens.
     """
     where = (mask, sequence_index, num_sequences)
     weight, keep = torch.ones_like(mask, dtype=torch.float32), mask
@@ -52,12 +54,18 @@ def behavior_weight(
         keep = keep & passes(rejection, log_ratios, *where)
     if config.veto is not None:
         keep = keep & passes_veto(config.veto, log_ratios, *where)
+    stale = torch.zeros_like(mask)
+    if config.max_token_staleness is not None:
+        assert staleness is not None, "a mask by staleness needs the staleness of each token"
+        stale = mask & (staleness > config.max_token_staleness)
+        keep = keep & ~stale
     weight = torch.where(keep, weight, 0.0)
     sums = {
         "tokens": mask.sum(),
         "kept": keep.sum(),
         "truncated": (keep & truncated).sum(),
         "rejected": (mask & ~keep).sum(),
+        "stale": stale.sum(),
         "weight": weight.sum(),
         "weight_squared": weight.square().sum(),
     }

@@ -44,7 +44,8 @@ def can_mask(correction: CorrectionConfig) -> bool:
 
 def rejects(algorithm: AlgorithmConfig) -> bool:
     """Whether tokens can leave the loss by the correction."""
-    return algorithm.proximal != "behavior" and can_mask(algorithm.correction)
+    by_age = algorithm.correction.max_token_staleness is not None
+    return by_age or (algorithm.proximal != "behavior" and can_mask(algorithm.correction))
 
 
 def weighs(algorithm: AlgorithmConfig) -> bool:
@@ -56,6 +57,13 @@ def weighs(algorithm: AlgorithmConfig) -> bool:
 def penalizes_loss(algorithm: AlgorithmConfig) -> bool:
     """Whether the loss has a term that does not vanish with the advantage: an entropy bonus or a KL penalty."""
     return algorithm.entropy_coefficient > 0 or (algorithm.kl.coefficient > 0 and algorithm.kl.place == "loss")
+
+
+def age_limit(config: Config) -> int | None:
+    """Largest staleness of a token in the loss, where masks set one; None: tokens of any age are in it."""
+    bound, most = config.staleness, config.algorithm.correction.max_token_staleness
+    limits = [bound.max_staleness] if bound.overdue == "mask" else []
+    return min([*limits, most]) if most is not None else min(limits, default=None)
 
 
 def has_baseline(algorithm: AlgorithmConfig) -> bool:
@@ -83,6 +91,12 @@ def _is_behavior(config: Config) -> bool:
 
 def _poses_its_own(config: Config) -> bool:
     return isinstance(config.environment, ArithmeticEnvironment)
+
+
+def _masked_by_the_bound(config: Config) -> bool:
+    """Whether staleness.overdue keeps out of the loss whatever a mask by age would."""
+    most, bound = config.algorithm.correction.max_token_staleness, config.staleness
+    return bound.overdue != "keep" and most is not None and most >= bound.max_staleness
 
 
 def _no_window(config: Config) -> bool:
@@ -142,7 +156,8 @@ SWITCHES: dict[str, Switch] = {
         ("algorithm.overlong.penalty",), "algorithm.overlong.penalty is 0",
         lambda c: c.algorithm.overlong.penalty == 0),
     "algorithm.denominator": Switch(
-        (_LEVEL, _MODE, "algorithm.correction.rejections", "algorithm.correction.veto", _PROXIMAL),
+        (_LEVEL, _MODE, "algorithm.correction.rejections", "algorithm.correction.veto",
+         "algorithm.correction.max_token_staleness", _PROXIMAL),
         "the correction removes no token", lambda c: not rejects(c.algorithm)),
     "algorithm.proximal": Switch(
         (_LOSS, _LEVEL, _MODE, "algorithm.correction.rejections", "algorithm.correction.veto"),
@@ -158,6 +173,10 @@ SWITCHES: dict[str, Switch] = {
         _no_cap),
     "algorithm.correction.rejections": _BEHAVIOR,
     "algorithm.correction.veto": _BEHAVIOR,
+    "algorithm.correction.max_token_staleness": Switch(
+        ("staleness.overdue", "staleness.max_staleness"),
+        "staleness.overdue = 'mask' or 'wait' keeps all tokens older than staleness.max_staleness out of the loss",
+        _masked_by_the_bound),
     "algorithm.correction.normalize": Switch(
         (_LEVEL, _LOSS, _PROXIMAL), "the loss is multiplied by no behavior weight other than 1",
         lambda c: not weighs(c.algorithm)),

@@ -316,6 +316,10 @@ class CorrectionConfig(Section, frozen=True):
         Annotated[float, Meta(gt=0, lt=1)] | None,
         _text("A sequence with any token of prox / mu below this leaves the loss; off when absent."),
     ] = None
+    max_token_staleness: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        _text("Tokens of a larger staleness leave the loss, also where staleness.overdue = 'keep'; off when absent."),
+    ] = None
     normalize: Annotated[bool, _text("Divide weights by their mean over the tokens that the update keeps (self-normalised importance sampling).")] = False
 
 

@@ -101,7 +101,9 @@ class UpdateLoss:
         staleness = self.tensors.staleness[micro_batch.tokens]
         tally_policy(self.tally, inputs, staleness, correction, self._start(logprobs, micro_batch.tokens))
         where = (inputs.mask, inputs.sequence_index, inputs.num_sequences)
-        weight, keep, sums = behavior_weight(correction, inputs.proximal_logprobs, inputs.behavior_logprobs, *where)
+        weight, keep, sums = behavior_weight(
+            correction, inputs.proximal_logprobs, inputs.behavior_logprobs, *where, staleness=staleness
+        )
         self.tally.add(**sums)
         if self.weight_factor is not None:
             weight = weight * self.weight_factor
@@ -177,5 +179,7 @@ class UpdateLoss:
         assert tensors.start_logprobs is not None, "the mean weight needs the logprobs of the step's start"
         where = (self.inside, tensors.sequence_index, len(self.chosen))
         correction = self.objective.algorithm.correction
-        _, _, sums = behavior_weight(correction, tensors.start_logprobs, tensors.behavior_logprobs, *where)
+        _, _, sums = behavior_weight(
+            correction, tensors.start_logprobs, tensors.behavior_logprobs, *where, staleness=tensors.staleness
+        )
         return mean_weight_factor(float(sums["weight"]), float(sums["kept"]))

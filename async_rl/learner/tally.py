@@ -15,7 +15,7 @@ from async_rl.learner.ranks import max_over_ranks, sum_over_ranks
 from async_rl.metrics import Metrics
 
 SUMS = (
-    "tokens", "kept", "weight", "weight_squared", "truncated", "rejected",
+    "tokens", "kept", "weight", "weight_squared", "truncated", "rejected", "stale",
     "entropy", "clipped_low", "clipped_high",
     "ratio", "k1", "k3", "fresh_tokens", "fresh_difference", "reference_k1", "reference_k3",
 )  # fmt: skip
@@ -61,6 +61,7 @@ class Tally:
             ("correction/ratio_mean", "ratio"),
             ("correction/truncated_share", "truncated"),
             ("correction/masked_share", "rejected"),
+            ("correction/stale_share", "stale"),
             ("correction/kl_behavior_current_k1", "k1"),
             ("correction/kl_behavior_current_k3", "k3"),
             ("loss/entropy", "entropy"),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from async_rl.config import Config, has_baseline
+from async_rl.config import Config, age_limit, has_baseline
 from async_rl.simulate.costs import Costs
 
 HOUR_S = 3600.0
@@ -101,8 +101,8 @@ def summarise(
         ages.update(record.ages)
     tokens, bound = ages.total(), config.staleness.max_staleness
     overdue = sum(number for age, number in ages.items() if age > bound)
-    if config.staleness.overdue == "mask":
-        ages = Counter({age: number for age, number in ages.items() if age <= bound})
+    most = age_limit(config)
+    ages = Counter({age: number for age, number in ages.items() if most is None or age <= most})
     in_loss, masked = ages.total(), tokens - ages.total()
     train_s, wait_s = (sum(getattr(record, name) for record in counted) for name in ("train_s", "wait_s"))
     slot_s = last.slot_s - first.slot_s

@@ -32,7 +32,13 @@ SHORT = (3, 5, 2, 4, 1, 6, 2, 7, 3)
 
 
 def weigh(config: CorrectionConfig, batch: Packed) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    return behavior_weight(config, batch.proximal, batch.behavior, batch.mask, batch.index, batch.num_sequences)
+    where = (batch.mask, batch.index, batch.num_sequences)
+    return behavior_weight(config, batch.proximal, batch.behavior, *where, ages(batch))
+
+
+def ages(batch: Packed) -> torch.Tensor:
+    """Staleness 0 to 4 of every token, masked ones included."""
+    return (torch.arange(len(batch.mask)) * 7) % 5
 
 
 def literal(config: CorrectionConfig, batch: Packed) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,6 +57,9 @@ def literal(config: CorrectionConfig, batch: Packed) -> tuple[torch.Tensor, torc
             kept = [a and b for a, b in zip(kept, passed, strict=True)]
         if config.veto is not None and reference.vetoed(proximal, behavior, config.veto):
             kept = [False] * len(tokens)
+        if config.max_token_staleness is not None:
+            young = reference.young([int(ages(batch)[t]) for t in tokens], config.max_token_staleness)
+            kept = [a and b for a, b in zip(kept, young, strict=True)]
         for t, (value, within), passed_all in zip(tokens, weights, kept, strict=True):
             keep[t] = within and passed_all
             weight[t] = value if keep[t] else 0.0
@@ -75,6 +84,8 @@ CONFIGS = [
         for estimator, low, high in BOUNDS
     ),
     CorrectionConfig(level="none", veto=0.3),
+    CorrectionConfig(max_token_staleness=2),
+    CorrectionConfig(level="geometric", max_token_staleness=0, rejections=(Rejection(high=0.4),)),
     CorrectionConfig(
         level="geometric",
         mode="mask",
@@ -98,6 +109,8 @@ def test_weights_agree_with_the_reference(config: CorrectionConfig) -> None:
         assert float(sums["tokens"]) == int(batch.mask.sum())
         assert float(sums["kept"]) == int(keep.sum())
         assert float(sums["rejected"]) == int((batch.mask & ~keep).sum())
+        limit = 99 if config.max_token_staleness is None else config.max_token_staleness
+        assert int(sums["stale"]) == int((batch.mask & (ages(batch) > limit)).sum())
         assert float(sums["weight"]) == pytest.approx(float(expected.sum()), rel=1e-5)
         assert float(sums["weight_squared"]) == pytest.approx(float(expected.square().sum()), rel=1e-5)
         if config.level != "none" and config.mode == "truncate":
@@ -106,7 +119,8 @@ def test_weights_agree_with_the_reference(config: CorrectionConfig) -> None:
             assert float(sums["truncated"]) == 0
         for name in totals:
             totals[name] += float(sums[name])
-    rejects = bool(config.rejections or config.veto or (config.mode == "mask" and config.level != "none"))
+    aged = config.max_token_staleness is not None
+    rejects = bool(aged or config.rejections or config.veto or (config.mode == "mask" and config.level != "none"))
     truncates = config.level != "none" and config.mode == "truncate" and config.cap < 2
     assert (totals["rejected"] > 20) == rejects
     assert (totals["truncated"] > 20) or not truncates

@@ -106,6 +106,24 @@ CASES: dict[str, tuple[dict[str, Any], Rules]] = {
         {"proximal": "loglinear", "correction": {"cap": 1.2, "normalize": True}},
         Rules(decoupled_ppo, cap=1.2, normalize=True),
     ),
+    "old_tokens_leave": (
+        {"correction": {"max_token_staleness": 1}, "kl": {"coefficient": 0.1}},
+        Rules(decoupled_ppo, most_staleness=1, kl=("k2", 0.1)),
+    ),
+    "old_tokens_leave_counts_and_mean_weight": (
+        {
+            "correction": {"max_token_staleness": 2, "normalize": True, "cap": 2.0, **REJECT}, "denominator": "kept",
+            "reduction": "sequence_mean_token_mean", "entropy_coefficient": 0.02,
+        },
+        Rules(
+            decoupled_ppo, most_staleness=2, normalize=True, cap=2.0, rejection=REJECTION, denominator="kept",
+            reduction="sequence_mean_token_mean", entropy_coefficient=0.02,
+        ),
+    ),
+    "old_tokens_leave_where_weights_are_1": (
+        {"proximal": "behavior", "correction": {"max_token_staleness": 0}, "denominator": "kept"},
+        Rules(decoupled_ppo, most_staleness=0, denominator="kept"),
+    ),
     "behavior": (
         {"proximal": "behavior", "reduction": "sequence_mean_token_mean"},
         Rules(decoupled_ppo, reduction="sequence_mean_token_mean"),
@@ -164,7 +182,10 @@ def literal(
         ages = token_staleness(member, STEP).tolist()
         columns = (logprobs[-1].tolist(), member.behavior_logprobs.tolist(), ref.tolist(), entropies[-1].tolist(), ages)
         sequences.append(
-            [Token(pi, proximal(mode, pi, mu, age), mu, ref, h) for pi, mu, ref, h, age in zip(*columns, strict=True)]
+            [
+                Token(pi, proximal(mode, pi, mu, age), mu, ref, h, age)
+                for pi, mu, ref, h, age in zip(*columns, strict=True)
+            ]
         )
     result = update(sequences, group_advantages(groups), rules)
     cotangents = [torch.tensor(values) for values in (*result.by_logprob, *result.by_entropy)]
@@ -202,8 +223,9 @@ def test_gradient(load: Callable, models: dict[str, Path], case: str, budget: in
     expected, gradient = literal(plain, other, make_batch(), config.algorithm.proximal, rules)
     values, actual = learner_gradient(policy, config, make_batch())
     assert values["loss/policy"] == pytest.approx(expected.policy_loss, rel=1e-4, abs=1e-6)
-    removes = rules.mode == "mask" or rules.rejection is not None
+    removes = rules.mode == "mask" or rules.rejection is not None or rules.most_staleness is not None
     assert (0.1 < values["correction/masked_share"] < 0.9) == removes
+    assert (0.1 < values["correction/stale_share"] < 0.9) == (rules.most_staleness is not None)
     torch.testing.assert_close(actual, gradient, rtol=1e-3, atol=2e-6)
 
 

@@ -40,6 +40,11 @@ def kept_by_rejection(
     return [(low is None or value >= low) and (high is None or value <= high) for value in estimates]
 
 
+def young(staleness: list[int], most: int) -> list[bool]:
+    """Which tokens a mask by age keeps."""
+    return [not age > most for age in staleness]
+
+
 def vetoed(proximal: list[float], behavior: list[float], veto: float) -> bool:
     """Whether one token of the sequence has prox / mu < veto."""
     return any(math.exp(a - b) < veto for a, b in zip(proximal, behavior, strict=True))

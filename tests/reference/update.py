@@ -23,6 +23,7 @@ class Token:
     mu: float
     ref: float
     entropy: float
+    staleness: int = 0
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Rules:
     cap: float = 5.0
     rejection: tuple[str, str, float | None, float | None] | None = None
     """Estimator, level, low, high."""
+    most_staleness: int | None = None
     normalize: bool = False
     denominator: str = "all"
     reduction: str = "token_mean"
@@ -80,10 +82,13 @@ def correct(tokens: list[Token], rules: Rules) -> list[tuple[float, bool]]:
     """Behavior weight of each token, and whether it stays."""
     prox, mu = [token.prox for token in tokens], [token.mu for token in tokens]
     pairs = importance.weights(prox, mu, rules.level, rules.mode, rules.floor, rules.cap)
-    if rules.rejection is None:
-        return pairs
-    stays = importance.kept_by_rejection(prox, mu, *rules.rejection)
-    return [(weight, kept and stay) for (weight, kept), stay in zip(pairs, stays, strict=True)]
+    stays = [True] * len(tokens)
+    if rules.rejection is not None:
+        stays = importance.kept_by_rejection(prox, mu, *rules.rejection)
+    young = [True] * len(tokens)
+    if rules.most_staleness is not None:
+        young = importance.young([token.staleness for token in tokens], rules.most_staleness)
+    return [(pair[0], pair[1] and stay and new) for pair, stay, new in zip(pairs, stays, young, strict=True)]
 
 
 def token_share(rules: Rules, own: int, counted: list[list[bool]]) -> float:

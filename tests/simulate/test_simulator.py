@@ -57,6 +57,20 @@ def test_a_faster_learner_waits_for_the_difference() -> None:
     assert out.idle_share == pytest.approx(0.0, abs=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "largest"),
+    [
+        (["staleness.overdue=keep"], 4),
+        (["staleness.overdue=keep", "algorithm.correction.max_token_staleness=2"], 2),
+        (["staleness.overdue=mask", "algorithm.correction.max_token_staleness=1"], 1),
+    ],
+)
+def test_tokens_older_than_the_correction_takes_are_masked(overrides: list[str], largest: int) -> None:
+    _, out = run(*overrides, "staleness.max_staleness=4", learner_tokens_per_s=400.0, steps=60)
+    assert out.largest_staleness <= largest
+    assert (out.trained_tokens_per_s == pytest.approx(out.consumed_tokens_per_s)) == (largest == 4)
+
+
 def test_a_greedy_completion_for_each_group_takes_its_share_of_the_generators() -> None:
     """Groups of 2 with a third completion: 2 of 3 sampled tokens are trained, and that is the limit."""
     simulation, out = run('algorithm.advantage.type="remax"', learner_tokens_per_s=1e9, steps=60)
