@@ -14,7 +14,7 @@ from async_rl.simulate.outcome import Outcome
 from async_rl.simulate.simulator import DRAFT, FULL, Effort, simulate, simulated_members
 
 WITHIN = 0.02
-"""Of the values of a knob that come this close to the best, the least (freshest data, smallest batch) is taken."""
+"""Of the values of a knob that come this close to the best, the first (freshest data, smallest batch) is taken."""
 STALENESS = (0, 1, 2, 3, 4, 6, 8)
 PERIODS = (1, 2, 4)
 BATCHES = (0.5, 1, 2, 4)
@@ -189,8 +189,9 @@ class Search:
 
 
 def _windows(config: Config) -> list[int]:
+    """The widest first: every batch of tickets in the window costs a step of run-ahead, and makes the data fresher."""
     groups = config.learner.batch_groups
-    return sorted({1, groups, 2 * groups, reorder_window(config.staleness, groups)})
+    return sorted({1, groups + 1, 2 * groups + 1, reorder_window(config.staleness, groups)}, reverse=True)
 
 
 def value(outcome: Outcome) -> float:

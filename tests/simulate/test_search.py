@@ -6,6 +6,7 @@ import pytest
 
 from async_rl.config import ConfigError
 from async_rl.simulate.search import Candidate, Search, choose, replaced, synchronous
+from async_rl.simulate.simulator import simulated_members
 from async_rl.simulate.suggest import Suggestion, suggest
 from tests.simulate.settings import lognormal, make_config, make_costs
 
@@ -80,6 +81,24 @@ def test_with_prices_the_cheapest_tokens_are_best() -> None:
     )
     hourly = 10 * best.config.generator.count + best.config.learner.ranks
     assert best.outcome.cost_per_million == pytest.approx(hourly / 3600 / best.outcome.trained_tokens_per_s * 1e6)
+
+
+def test_the_widest_window_that_costs_nothing_is_chosen() -> None:
+    """Generators a third faster than the learner: a step less of run-ahead costs nothing, data is a step fresher."""
+    config = make_config("staleness.overdue=wait", "staleness.max_staleness=3", "generator.count=2",
+                         "plan.members=1500", "learner.batch_groups=16", "staleness.reorder_window=1")  # fmt: skip
+    search = Search(make_costs(lengths=lognormal(0.5), learner_tokens_per_s=1200.0))
+    curve = search.curve(config, search._knobs(config)["staleness.reorder_window"](config))
+    chosen, narrow = choose(curve), curve[-1]
+    assert (chosen.label, narrow.label) == (17, 1)
+    assert chosen.outcome.trained_tokens_per_s == pytest.approx(narrow.outcome.trained_tokens_per_s, rel=0.02)
+    assert chosen.outcome.mean_staleness == pytest.approx(narrow.outcome.mean_staleness - 1, abs=0.2)
+    assert curve[0].outcome.trained_tokens_per_s < 0.95 * chosen.outcome.trained_tokens_per_s
+
+
+def test_thousands_of_generators_cost_no_more_than_a_few() -> None:
+    large = ("generator.count=4096", "generator.slots=64", "learner.batch_groups=16384", "sampling.group_size=16")
+    assert simulated_members(make_config(*large)) < 10_000
 
 
 def test_the_least_value_close_to_the_best_is_chosen() -> None:
