@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,41 +15,25 @@ from async_rl.algos.losses import LossInputs, LossOutput, loss_function, penaliz
 from async_rl.config.effect import OWN_PROXIMAL, OWN_RATIO
 from async_rl.config.fields import tag_of
 from async_rl.config.schema import (
-    CispoLoss,
     CorrectionConfig,
     DecoupledPpoLoss,
     DppoLoss,
-    GmpoLoss,
-    GspoLoss,
-    IcePopLoss,
     Loss,
     PpoLoss,
-    ReinforceLoss,
     Rejection,
-    SapoLoss,
     ToprLoss,
-    TruncatedIsLoss,
 )
 from tests.algos.inputs import Packed, packed
 
 LOSSES: list[Loss] = [
-    PpoLoss(),
+    *(kind() for kind in get_args(Loss)),
     PpoLoss(dual_clip=3.0),
-    DecoupledPpoLoss(),
     DecoupledPpoLoss(dual_clip=3.0),
-    ReinforceLoss(),
-    TruncatedIsLoss(),
-    CispoLoss(),
-    GspoLoss(),
-    GmpoLoss(),
-    SapoLoss(),
-    IcePopLoss(),
-    ToprLoss(),
     ToprLoss(level="token"),
     ToprLoss(level="geometric"),
-    DppoLoss(),
     DppoLoss(divergence="kl"),
 ]
+"""Every loss that settings can name, a new one by itself, and those variants that take another branch."""
 REDUCTIONS = ["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"]
 each_loss = pytest.mark.parametrize("config", LOSSES, ids=str)
 
@@ -114,6 +98,26 @@ def test_any_split_into_micro_batches_and_any_order_gives_the_same(config: Loss,
         loss, pieces = loss_and_gradient(config, reduction, batch, parts)
         assert loss == pytest.approx(whole, rel=1e-5, abs=1e-6)
         torch.testing.assert_close(pieces, gradient, rtol=1e-5, atol=1e-7)
+
+
+@each_loss
+def test_padding_of_any_content_changes_nothing(config: Loss) -> None:
+    """Masked tokens appended to each sequence, and a sequence of nothing else."""
+    batch, padding = packed(3), 4
+    index = torch.cat([batch.index, torch.arange(batch.num_sequences + 1).repeat_interleave(padding)])
+    order = torch.argsort(index, stable=True)
+    num = padding * (batch.num_sequences + 1)
+    padded = batch.map(lambda values: torch.cat([values, torch.full((num,), float("nan"))])[order])
+    mask = torch.cat([batch.mask, torch.zeros(num, dtype=torch.bool)])[order]
+    padded = replace(padded, mask=mask, index=index[order], num_sequences=batch.num_sequences + 1)
+    for reduction in REDUCTIONS:
+        loss, gradient = loss_and_gradient(config, reduction, batch, [[*range(batch.num_sequences)]])
+        wider, padded_gradient = loss_and_gradient(config, reduction, padded, [[*range(padded.num_sequences)]])
+        assert wider == pytest.approx(loss, rel=1e-6, abs=1e-7)
+        back = torch.empty_like(padded_gradient)
+        back[order] = padded_gradient
+        assert torch.count_nonzero(back[len(batch.mask) :]) == 0
+        torch.testing.assert_close(back[: len(batch.mask)], gradient, rtol=1e-6, atol=1e-8)
 
 
 @each_loss
