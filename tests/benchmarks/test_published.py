@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import published
+from benchmarks.common import ROOT
 from benchmarks.published import AREAL, TABLES, VERL, Table, errors, fit, misfit, scale_of
 from benchmarks.published_models import AREAL_STALENESS, VERL_THRESHOLDS, areal, verl
 
@@ -77,3 +78,10 @@ def test_it_writes_and_draws_what_it_fitted(tmp_path: Path, monkeypatch: pytest.
     ]
     assert figure.read_bytes().startswith(b"\x89PNG")
     assert published.main(["--draw", str(out), "--figure", str(tmp_path / "again.png")]) == 0
+
+
+def test_the_page_has_the_recorded_fit() -> None:
+    results = json.loads((ROOT / "benchmarks/results/published.json").read_text())["tables"]
+    page = (ROOT / "docs/simulator.md").read_text(encoding="utf-8")
+    assert f"{published.BEGIN}\n{published.tables(results)}\n\n{published.END}" in page, "run the command of its mark"
+    assert results["areal"]["misfit"] < 0.05, "the page says so"
