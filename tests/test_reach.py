@@ -5,6 +5,11 @@ from __future__ import annotations
 from async_rl.coordinator.reach import MAX_MISSES, PROBE_EVERY_S, Reach
 
 
+def test_a_connection_that_was_reset_has_time_to_come_back() -> None:
+    reconnects_after_s = 2.0  # reconnect_ivl_max in transport.py
+    assert reconnects_after_s <= PROBE_EVERY_S * (MAX_MISSES - 1)
+
+
 def test_only_failures_in_a_row_count_and_only_of_those_who_are_awaited() -> None:
     reach, now, broken = Reach(), 0.0, {"dead"}
     probed: list[str] = []
