@@ -26,8 +26,9 @@ from async_rl.leftovers import OwnedFolder
 from async_rl.protocol import EpochInfo, Manifest, SamplingParams, VersionSpan
 from async_rl.weights.errors import WeightsError
 
-RPC_TIMEOUT_S = 60.0
-"""A worker answers between two forward passes; one that takes longer is counted as dead."""
+RPC_TIMEOUT_S = 180.0
+"""A worker answers between two forward passes, which take minutes on a machine with many more processes than cores;
+one that takes longer is counted as dead."""
 GRACE_S = 5.0
 """A background transfer ends by its own deadline; this much later it counts as stuck."""
 CLOSE_S = 10.0

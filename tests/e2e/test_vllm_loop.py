@@ -22,6 +22,7 @@ from tests.e2e.traces import Traces
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 VLLM = "generator.engine.type=vllm"
+LONG = pytest.mark.skipif("ASYNC_RL_LONG" not in os.environ, reason="minutes: set ASYNC_RL_LONG=1")
 
 
 def test_the_loop_with_vllm(run: Run) -> None:
@@ -49,6 +50,7 @@ def test_the_loop_with_vllm(run: Run) -> None:
     assert_sampled_by_the_saved_model(run.folder / "run")
 
 
+@LONG
 def test_vllm_generators_through_every_failure(run: Run) -> None:
     """Stopped and continued, cut off and mended, a new learner, killed alone, killed whole in a publication.
 
