@@ -100,7 +100,7 @@ def generator(
 def train(config: ConfigFile, overrides: Overrides = None) -> int:
     """Start and supervise a learner and its generators on this machine."""
     _load(config, overrides or [], "train", warn=False)
-    from async_rl.launch.local import run_train
+    from async_rl.launch.train import run_train
 
     return run_train(config, overrides or [])
 

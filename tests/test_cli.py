@@ -109,7 +109,7 @@ def test_train_hands_on_file_overrides_and_exit_code(config_file: Path, monkeypa
         seen.append((config_path, overrides))
         return 1
 
-    fake(monkeypatch, "async_rl.launch.local", "run_train", run_train)
+    fake(monkeypatch, "async_rl.launch.train", "run_train", run_train)
     assert cli.run(["train", str(config_file), "run.seed=3"]) == 1
     assert seen == [(str(config_file), ["run.seed=3"])]
 

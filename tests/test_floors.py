@@ -40,6 +40,7 @@ LIGHT = (
     "async_rl", "async_rl.cli", "async_rl.config", "async_rl.protocol", "async_rl.metrics", "async_rl.buffer",
     "async_rl.membership", "async_rl.publication", "async_rl.evaluation", "async_rl.leasing", "async_rl.transport",
     "async_rl.coordinator", "async_rl.console", "async_rl.report", "async_rl.staleness", "async_rl.launch.local",
+    "async_rl.launch.train", "async_rl.launch.supervisor", "async_rl.launch.keeper", "async_rl.launch.runner",
     "async_rl.doctor", "async_rl.simulate", "async_rl.plan", "async_rl.alarms", "async_rl.keys", "async_rl.status",
     "async_rl.bench", "async_rl.coordinator.process", "async_rl.coordinator.handle",
     "async_rl.checkpoints", "async_rl.checkpoints.contents", "async_rl.checkpoints.work",

@@ -15,7 +15,8 @@ import pytest
 
 from async_rl.config import build_config
 from async_rl.config.threads import generator_threads, learner_threads, sleep_at_barriers
-from async_rl.launch.local import Child, Deadlines, Supervisor, children_of
+from async_rl.launch.local import LocalSupervisor, Process, children_of
+from async_rl.launch.supervisor import Deadlines, Supervisor
 from tests.conftest import Spawn
 
 PATIENCE_S = 120.0
@@ -38,17 +39,17 @@ def sleep_long(): time.sleep(120)
 """
 
 
-def child(folder: Path, name: str, code: str) -> Child:
+def child(folder: Path, name: str, code: str) -> Process:
     argv = [sys.executable, "-c", PRELUDE + textwrap.dedent(code)]
     log = None if name == "learner" else folder / "logs" / f"{name}.log"
-    return Child(name, argv, {**os.environ, "FOLDER": str(folder)}, log)
+    return Process(name, argv, {**os.environ, "FOLDER": str(folder)}, log)
 
 
 def supervisor(
     folder: Path, learner: str, *generators: str, restarts: int = 3, deadlines: Deadlines = FAST
 ) -> Supervisor:
     children = [child(folder, f"generator-{i}", code) for i, code in enumerate(generators)]
-    return Supervisor(child(folder, "learner", learner), children, restarts, deadlines)
+    return LocalSupervisor(child(folder, "learner", learner), children, restarts, deadlines)
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:

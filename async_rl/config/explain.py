@@ -29,7 +29,8 @@ def config_toml(config: Config) -> str:
 def _applying(config: Config) -> Iterator[Setting]:
     """The settings that this configuration has: those of other types than the chosen ones are left out."""
     for setting in settings():
-        if "[]" not in setting.path and setting.variant in (None, tag_of(value_at(config, setting.section))):
+        section = value_at(config, setting.section)
+        if "[]" not in setting.path and section is not None and setting.variant in (None, tag_of(section)):
             yield setting
 
 

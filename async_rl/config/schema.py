@@ -442,7 +442,7 @@ class GeneratorConfig(Section, frozen=True):
     """A generator process."""
 
     engine: Annotated[EngineConfig, _text("What samples tokens.")] = VllmEngine()
-    count: Annotated[int, _text("Generators that `async-rl train` starts on this machine.", ge=0)] = 1
+    count: Annotated[int, _text("Generators that `async-rl train` starts.", ge=0)] = 1
     slots: Annotated[int, _text("Members that the engine of one generator works on at once.", ge=1)] = 64
     prefetch: Annotated[
         Annotated[int, Meta(ge=0)] | None,
@@ -569,6 +569,39 @@ class MetricsConfig(Section, frozen=True):
     report: Annotated[bool, _text("At the end draw <run.dir>/report.png, and write what would be faster to <run.dir>/advice.txt.")] = True
 
 
+class LocalLauncher(Section, frozen=True, tag="local", tag_field="type"):
+    """All processes on this machine."""
+
+
+class RayResources(Section, frozen=True):
+    """What one process reserves of a Ray node."""
+
+    cpus: Annotated[float, _text("CPUs; also the threads of the process, unless learner.threads or generator.threads is set.", gt=0)] = 1.0
+    gpus: Annotated[float, _text("GPUs; with 0 the process sees none.", ge=0)] = 0.0
+    custom: Annotated[
+        tuple[Annotated[str, Meta(pattern=r"^[^=\s]+=[0-9]*\.?[0-9]+$")], ...],
+        _text("Further resources, each NAME=AMOUNT: what nodes were started with, or a certain node, such as node:10.0.0.5=0.01."),
+    ] = ()
+
+
+class RayLauncher(Section, frozen=True, tag="ray", tag_field="type"):
+    """Processes on a Ray cluster, in one placement group (docs/ray.md)."""
+
+    address: Annotated[str | None, _text("HOST:PORT of the cluster, or auto; default: RAY_ADDRESS, else the cluster of this machine, else one that is started for the run.")] = None
+    learner_resources: Annotated[RayResources, _text("The learner with all its ranks, on one node.")] = RayResources()
+    generator_resources: Annotated[RayResources, _text("Each generator.")] = RayResources()
+    strategy: Annotated[
+        Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"],
+        _text("PACK: on few nodes; SPREAD: on many; STRICT_PACK: on one; STRICT_SPREAD: each process on a node of its own."),
+    ] = "PACK"
+    placement_timeout_s: Annotated[float, _text("The run ends when the cluster has no room for all processes for this long.", gt=0)] = 300.0
+    start_timeout_s: Annotated[float, _text("A process that no node has started by then counts as one that died; for a lost generator this is the time to find another node.", gt=0)] = 300.0
+    runtime_env: Annotated[str | None, _text("JSON file with Ray's runtime_env for all processes, such as env_vars, pip or working_dir; default: the nodes' own environment, in the folder where the command was started.")] = None
+
+
+Launcher = LocalLauncher | RayLauncher
+
+
 class Config(Section, frozen=True, kw_only=True):
     """All settings of a run."""
 
@@ -588,4 +621,5 @@ class Config(Section, frozen=True, kw_only=True):
     evaluation: EvaluationConfig = EvaluationConfig()
     alarms: AlarmsConfig = AlarmsConfig()
     metrics: MetricsConfig = MetricsConfig()
+    launcher: Annotated[Launcher, _text("Where `async-rl train` starts learner and generators.")] = LocalLauncher()
     plan: PlanConfig = PlanConfig()

@@ -22,7 +22,7 @@ def run(overrides: Sequence[str] = ()) -> int:
 
 def run_recipe(preset: str, make_model: Callable[[Path], Path], overrides: Sequence[str]) -> int:
     """Make the model of a preset if it is not there, run learner and generators, show what came out."""
-    from async_rl.launch.local import run_train
+    from async_rl.launch.train import run_train
     from async_rl.recipes.summary import show
 
     path = CONFIGS / preset
