@@ -108,8 +108,9 @@ class Runner:
     def _write(self, line: bytes) -> None:
         assert self._keeper is not None and self._keeper.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self._keeper.stdin.write(line + b"\n")
-            self._keeper.stdin.flush()
+            data = line + b"\n"
+            while data:
+                data = data[os.write(self._keeper.stdin.fileno(), data) :]
 
     def _read(self) -> None:
         """Take the keeper's reports until it ends."""

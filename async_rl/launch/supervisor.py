@@ -139,8 +139,8 @@ class Supervisor:
     def _learner_ended(self) -> int:
         code = _exit_code(self.learner)
         if code:
-            where = "" if self.learner.lost else "; its error stands above"
-            say(f"the learner {self.learner.end(code)}{where}")
+            lost = "the same command goes on from the last checkpoint"
+            say(f"the learner {self.learner.end(code)}; {lost if self.learner.lost else 'its error stands above'}")
             return code
         self._wait_for(self.generators, self.deadlines.leave_s)
         return 0
