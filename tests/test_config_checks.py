@@ -148,6 +148,15 @@ def test_the_batch_sizes_that_are_offered_divide(groups: int, size: int, parts: 
         (["alarms.stop=overdue", "staleness.overdue=keep"], ("'overdue'", "staleness.overdue = 'keep'")),
         (["data.eval_problems=0"], ("evaluation.every = 10", "data.eval_problems >= 1")),
         (["evaluation.every=0", "run.stop_at_accuracy=0.9"], ("run.stop_at_accuracy = 0.9", "evaluation.every >= 1")),
+        (
+            ["launcher.type=ray", "launcher.learner_resources.gpus=1", "learner.ranks=2"],
+            ("launcher.learner_resources.gpus = 1", "learner.ranks = 2", "gpus = 2"),
+        ),
+        (["launcher.type=ray", "learner.device=cuda"], ("launcher.learner_resources.gpus = 0", "learner.device")),
+        (
+            ["launcher.type=ray", "generator.engine.tensor_parallel=2"],
+            ("launcher.generator_resources.gpus = 0", "set that to 2"),
+        ),
         (["generator.engine.max_model_len=512"], ("generator.engine.max_model_len = 512", "1280")),
     ],
 )
@@ -163,6 +172,9 @@ def test_refused(overrides: list[str], parts: tuple[str, ...]) -> None:
         ["transport.host=192.0.2.1", "transport.insecure=true"],
         ["transport.host=192.0.2.1", "transport.keys=keys"],
         ["transport.host=localhost"],
+        ["launcher.type=ray", "transport.insecure=true"],
+        ["launcher.type=ray", "launcher.learner_resources.gpus=2", "learner.ranks=2"],
+        ["launcher.type=ray", "learner.ranks=2"],
         ["transport.host=::1"],
         ["run.steps=10", "learner.warmup_steps=9"],
         ["sampling.group_size=1", "algorithm.advantage.type=reinforce_plus_plus", "algorithm.advantage.baseline=none"],

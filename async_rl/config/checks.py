@@ -14,6 +14,7 @@ from async_rl.config.schema import (
     ArithmeticEnvironment,
     Config,
     GeneratorConfig,
+    RayLauncher,
     ReinforcePlusPlusAdvantage,
     StalenessConfig,
     VllmEngine,
@@ -241,6 +242,25 @@ def _check_effect(config: Config, ranks: Mapping[str, int]) -> None:
             raise ConfigError(f"{path} = {value!r} has no effect: {reason}; remove it or change {' or '.join(by)}")
 
 
+def _check_launcher(config: Config) -> None:
+    """On a cluster a process sees only the GPUs that it reserves."""
+    launcher, learner, engine = config.launcher, config.learner, config.generator.engine
+    if not isinstance(launcher, RayLauncher):
+        return
+    gpus = launcher.learner_resources.gpus
+    if learner.device != "cpu" and gpus < learner.ranks and (gpus > 0 or learner.device == "cuda"):
+        raise ConfigError(
+            f"launcher.learner_resources.gpus = {gpus:g}, and each of learner.ranks = {learner.ranks} needs a GPU of "
+            f"its own; set launcher.learner_resources.gpus = {learner.ranks}, or learner.device = 'cpu'"
+        )
+    gpus = launcher.generator_resources.gpus
+    if isinstance(engine, VllmEngine) and engine.tensor_parallel > max(gpus, 1):
+        raise ConfigError(
+            f"generator.engine.tensor_parallel = {engine.tensor_parallel} takes as many GPUs, and "
+            f"launcher.generator_resources.gpus = {gpus:g}; set that to {engine.tensor_parallel}"
+        )
+
+
 def check_config(config: Config, ranks: Mapping[str, int] | None = None) -> None:
     """Raise ConfigError for settings that cannot work together; `ranks` says in which layer each was given."""
     for check in (
@@ -253,6 +273,7 @@ def check_config(config: Config, ranks: Mapping[str, int] | None = None) -> None
         _check_transport,
         _check_data,
         _check_alarms,
+        _check_launcher,
     ):
         check(config)
     _check_effect(config, ranks or {})

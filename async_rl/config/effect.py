@@ -15,6 +15,7 @@ from async_rl.config.schema import (
     FunctionEnvironment,
     IcePopLoss,
     LearnerConfig,
+    RayLauncher,
     RemaxAdvantage,
 )
 
@@ -69,6 +70,12 @@ def age_limit(config: Config) -> int | None:
 def has_baseline(algorithm: AlgorithmConfig) -> bool:
     """Whether each problem also gets a greedy completion, which is no member of its group."""
     return isinstance(algorithm.advantage, RemaxAdvantage)
+
+
+def _protected(config: Config) -> bool:
+    """Whether nobody can reach the learner without keys; on a cluster its address follows from its place."""
+    local = is_loopback(config.transport.host) and not isinstance(config.launcher, RayLauncher)
+    return local or config.transport.keys is not None
 
 
 def several_updates(learner: LearnerConfig) -> bool:
@@ -207,7 +214,7 @@ SWITCHES: dict[str, Switch] = {
         _no_batch_reward),
     "transport.insecure": Switch(
         ("transport.host", "transport.keys"), "transport.host is a loopback address, or transport.keys are set",
-        lambda c: is_loopback(c.transport.host) or c.transport.keys is not None),
+        _protected),
 }
 """Setting -> what takes its effect away. Names and paths of trackers are left out: they are set once for many runs."""
 # fmt: on

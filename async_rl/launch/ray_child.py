@@ -147,7 +147,7 @@ class RayChild(Child):
 
     def clean_up(self) -> None:
         self.started = False
-        ray.kill(self._actor)
+        self._drop_actor()
         if self._output is not None:
             self._output.close()
             self._output = None
@@ -177,6 +177,9 @@ class RayChild(Child):
     def _end(self, code: int, how: str) -> None:
         """It is over without an exit code of its own; what an actor still runs ends with the actor."""
         self._code, self.lost = code, how
+        self._drop_actor()
+
+    def _drop_actor(self) -> None:
         with contextlib.suppress(ray.exceptions.RayError):
             ray.kill(self._actor)
 

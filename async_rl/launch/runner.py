@@ -19,7 +19,7 @@ from async_rl.launch.keeper import Order
 MAX_LINES = 10_000
 """Lines of output that wait for the launcher; older ones are dropped, and their number is told."""
 MAX_TAKEN = 1_000
-START_S = 60.0
+START_S = 300.0
 """Longest wait for a command to be there once its keeper has been started."""
 
 
