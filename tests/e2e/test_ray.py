@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from async_rl.checkpoints.names import MARKER
 from tests.e2e.conftest import Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -113,20 +114,21 @@ def log(run: Run, name: str) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def test_a_whole_run_with_a_killed_generator(run: Run, train: Any) -> None:
-    """Two generators; one is killed and is replaced; the run comes to its end; logs are where they always are."""
-    process = train("run.steps=6", "generator.count=2", "launcher.generator_resources.custom=generators=1",
+def test_a_whole_run_with_killed_generators(run: Run, train: Any) -> None:
+    """Both are killed, and the run comes to its end with what replaces them; logs are where they always are."""
+    process = train("run.steps=12", "generator.count=2", "launcher.generator_resources.custom=generators=1",
                     "launcher.generator_resources.cpus=0.5")  # fmt: skip
-    run.until(lambda: step(run) >= 1, LONG_S)
-    victim = next(p for p in generators(run) if "generator-1" in p.cmdline())
-    victim.send_signal(signal.SIGKILL)
+    run.until(lambda: step(run) >= 1 and len(generators(run)) == 2, LONG_S)
+    for victim in generators(run):
+        victim.send_signal(signal.SIGKILL)
     run.wait(process, timeout_s=LONG_S)
-    output = run.output()
-    assert "async-rl train: generator-1 ended with exit code 137; log: " in output
-    assert "async-rl train: generator-1: restart 1 of 3 in 1 s" in output
-    assert re.search(r"learner \d+ listens on 127\.0\.0\.1:", output), "the learner's lines are shown"
-    assert re.search(r"learner \d+ listens on 127\.0\.0\.1:", log(run, "learner"))
-    assert step(run) == 6
+    for name in ("generator-0", "generator-1"):
+        assert f"async-rl train: {name} ended with exit code 137; log: " in run.output()
+        assert f"async-rl train: {name}: restart 1 of 3 in 1 s" in run.output()
+    listens = r"learner \d+ listens on 127\.0\.0\.1:"
+    assert re.search(listens, run.output()), "the learner's lines are shown"
+    assert re.search(listens, log(run, "learner"))
+    assert step(run) == 12
 
 
 def test_a_lost_node_moves_its_generator_and_ctrl_c_ends_all(run: Run, train: Any, cluster: Cluster) -> None:
@@ -138,7 +140,7 @@ def test_a_lost_node_moves_its_generator_and_ctrl_c_ends_all(run: Run, train: An
     run.until(lambda: "generator-0: restart 1 of 3" in run.output() and bool(generators(run)), LONG_S)
     assert "async-rl train: generator-0 was lost with its actor on " in run.output()
     before = step(run)
-    run.until(lambda: step(run) >= before + 3, LONG_S)
+    run.until(lambda: step(run) >= before + 8, LONG_S)
     process.send_signal(signal.SIGINT)
     run.wait(process, code=130, timeout_s=LONG_S)
     cluster.lose("second")
@@ -148,28 +150,42 @@ def test_a_lost_learner_is_one_line_and_the_same_command_resumes(run: Run, train
     cluster.add("island", cpus=2)
     here = ("launcher.learner_resources.custom=island=0.5", "launcher.generator_resources.custom=island=0.5")
     process = train(*here, "run.steps=100000", "checkpoint.every=1")
-    run.until(lambda: (run.folder / "run" / "checkpoints").exists() and step(run) >= 2, LONG_S)
+    run.until(lambda: any((run.folder / "run" / "checkpoints").glob(f"*/{MARKER}")), LONG_S)
     cluster.lose("island")
     run.wait(process, code=1, timeout_s=LONG_S)
     last = [line for line in run.output().splitlines() if line.startswith("async-rl train: the learner ")]
     assert len(last) == 1 and "was lost with its actor on " in last[0] and "the same command goes on" in last[0]
     cluster.add("island", cpus=2)
     resumed = train(*here, "run.steps=100000", "checkpoint.every=1")
-    run.until(lambda: "resumed from " in run.output(), LONG_S)
+    run.until(lambda: "listens on" in run.output().partition("resumed from ")[2], LONG_S)
     resumed.send_signal(signal.SIGTERM)
     run.wait(resumed, code=0, timeout_s=LONG_S)
     cluster.lose("island")
 
 
+BIG = ("launcher.generator_resources.gpus=8",)
+NOWHERE = ("launcher.learner_resources.custom=nowhere=1",)
+FULL = (
+    "launcher.learner_resources.cpus=0.6", "launcher.generator_resources.cpus=0.6", "generator.count=2",
+    "launcher.generator_resources.custom=generators=1",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("override", "code", "part"),
+    ("overrides", "code", "part"),
     [
-        ("launcher.generator_resources.gpus=8", 2, r"generator with 1 CPU, 8 GPU .*: \d nodes .*0 GPU"),
-        ("launcher.learner_resources.custom=nowhere=1", 2, r"a learner with 1 CPU, 1 nowhere .*add nodes"),
+        (BIG, 2, r"^error: .*a generator with 1 CPU, 8 GPU .*: \d nodes \(.*0 GPU.*or add nodes$"),
+        (NOWHERE, 2, r"^error: .*a learner with 1 CPU, 1 nowhere .*\(.*0 nowhere.*or add nodes$"),
+        (
+            FULL,
+            1,
+            r"^error: TimeoutError: .*2 generators with 0\.6 CPU, 1 generators each .*of which .* are free; wait",
+        ),
     ],
+    ids=["big", "nowhere", "full"],
 )
-def test_no_room_is_one_line(run: Run, train: Any, override: str, code: int, part: str) -> None:
-    process = train(override, "launcher.placement_timeout_s=1")
+def test_no_room_is_one_line(run: Run, train: Any, overrides: tuple[str, ...], code: int, part: str) -> None:
+    process = train(*overrides, "launcher.placement_timeout_s=1")
     run.wait(process, code=code, timeout_s=LONG_S)
     errors = [line for line in run.output().splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and re.search(part, errors[0]), run.output()
