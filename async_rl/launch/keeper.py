@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from async_rl import leftovers
 from async_rl.launch import guard
 from async_rl.launch.supervisor import shell_code
 
@@ -73,6 +74,7 @@ class Keeper:
             if self.kill_at is not None and time.monotonic() > self.kill_at:
                 self._signal_group(signal.SIGKILL)
         guard.end_groups([self.process.pid], self.order.orphan_s)
+        leftovers.sweep()
         deadline = time.monotonic() + DRAIN_S
         while set(outputs) & set(self._selector.get_map()) and time.monotonic() < deadline:
             self._serve(_POLL_S)
