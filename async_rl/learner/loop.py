@@ -24,7 +24,7 @@ from async_rl.learner.checkpointing import Checkpoints
 from async_rl.learner.lead import Lead
 from async_rl.learner.model import Policy, load_policy
 from async_rl.learner.ranks import RankContext, agree, broadcast_bytes, init_ranks, spawn_ranks
-from async_rl.learner.start import Start, share_start
+from async_rl.learner.start import Start, mark_finished, share_start
 from async_rl.learner.update import Updater
 from async_rl.metrics import Metrics
 from async_rl.protocol import decode_value, encode_value
@@ -43,6 +43,8 @@ def run_learner(config: Config, resolved_from: str) -> int:
         return spawn_ranks([sys.executable, "-m", "async_rl.cli", *sys.argv[1:]], config.learner.ranks)
     ctx = init_ranks(config)
     start = share_start(config, ctx)
+    if start.finished:
+        return _say_finished(config, ctx)
     lead = Lead(config, resolved_from, ctx.device, start) if ctx.rank == 0 else None
     try:
         policy = load_policy(config.model, config.learner, ctx)
@@ -53,6 +55,16 @@ def run_learner(config: Config, resolved_from: str) -> int:
         raise
     finally:
         ctx.close()
+    return 0
+
+
+def _say_finished(config: Config, ctx: RankContext) -> int:
+    if ctx.rank == 0:
+        print(
+            f"{config.run.dir} is complete: all {config.run.steps} steps of run.steps are trained; raise run.steps to "
+            "train on, go back with run.resume=STEP, or start a run in another run.dir"
+        )
+    ctx.close()
     return 0
 
 
@@ -182,6 +194,8 @@ class Loop:
             raise CheckpointError(f"step {step} is not saved: {self.checkpoints.error}")
         if interrupted.is_set() and not preempted:
             raise KeyboardInterrupt
+        if not interrupted.is_set():
+            mark_finished(Path(self.config.run.dir), step)
 
 
 class _InterruptFlag:

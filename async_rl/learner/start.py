@@ -12,6 +12,9 @@ from async_rl.checkpoints.lineage import Lineage
 from async_rl.config import Config
 from async_rl.learner.ranks import RankContext, broadcast_bytes
 
+FINISHED = "finished"
+"""File in run.dir with the step after which the run came to its end."""
+
 
 class Start(msgspec.Struct, frozen=True):
     """The beginning of a run."""
@@ -25,6 +28,8 @@ class Start(msgspec.Struct, frozen=True):
     """Whether the checkpoint is another run's."""
     notes: tuple[str, ...] = ()
     """What was passed over and why, for people."""
+    finished: bool = False
+    """Whether the run was at its end already: steps, evaluation, final model and all."""
 
 
 def find_start(config: Config) -> Start:
@@ -40,7 +45,7 @@ def find_start(config: Config) -> Start:
         choice = choose_checkpoint(run_dir)
         notes = tuple(f"not resumed: {reason}" for reason in choice.skipped)
         if choice.checkpoint is not None:
-            return _resumed(choice.checkpoint, notes)
+            return _resumed(choice.checkpoint, notes, _finished(config, choice.checkpoint.step))
     if config.run.fork_from is not None:
         source = find_named(config.run.fork_from)
         return Start(Lineage.first(), source.step, str(source.path), fork=True, notes=notes)
@@ -53,6 +58,16 @@ def share_start(config: Config, ctx: RankContext) -> Start:
     return msgspec.msgpack.decode(broadcast_bytes(data), type=Start)
 
 
-def _resumed(checkpoint: Checkpoint, notes: tuple[str, ...]) -> Start:
+def mark_finished(run_dir: Path, step: int) -> None:
+    """Note that the run came to its end after `step`: its last checkpoint is older than its last evaluation."""
+    (run_dir / FINISHED).write_text(f"{step}\n")
+
+
+def _finished(config: Config, step: int) -> bool:
+    mark = Path(config.run.dir) / FINISHED
+    return step >= config.run.steps and mark.is_file() and mark.read_text().strip() == str(step)
+
+
+def _resumed(checkpoint: Checkpoint, notes: tuple[str, ...], finished: bool = False) -> Start:
     lineage: Any = checkpoint.marker.lineage.resumed(checkpoint.step)
-    return Start(lineage, checkpoint.step, str(checkpoint.path), notes=notes)
+    return Start(lineage, checkpoint.step, str(checkpoint.path), notes=notes, finished=finished)

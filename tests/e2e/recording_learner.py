@@ -1,6 +1,8 @@
 """The learner's command, with a record of what it trained: a line per group, on disk before the step counts as done.
 
-python -m tests.e2e.recording_learner FILE learner CONFIG [SECTION.KEY=VALUE]...
+python -m tests.e2e.recording_learner FILE PLACE SEED learner CONFIG [SECTION.KEY=VALUE]...
+
+It dies at PLACE of `tests/e2e/doom.py`, a moment by SEED; "nowhere": it lives.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ from typing import Any
 
 from async_rl.cli import run
 from async_rl.learner.loop import Loop
+from tests.e2e.doom import doom
 
-FILE = sys.argv.pop(1)
+FILE, PLACE, SEED = (sys.argv.pop(1) for _ in range(3))
 
 
 def record(loop: Loop, step: int, groups: Any) -> None:
@@ -35,6 +38,8 @@ def main() -> None:
         step_of(loop, step, groups)
 
     Loop._step = recorded  # type: ignore[method-assign]
+    if PLACE != "nowhere":
+        doom(PLACE, int(SEED))
     sys.exit(run(sys.argv[1:]))
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,11 @@ from async_rl.checkpoints import names
 from async_rl.checkpoints.find import choose_checkpoint, complete, find_named
 from async_rl.checkpoints.tensors import read_tensors, stored_tensors
 from async_rl.cli import run as cli
+from async_rl.config import load_config
+from async_rl.envs.base import build_environment
+from async_rl.envs.tokenize import load_tokenizer
 from tests.e2e.conftest import Run
+from tests.e2e.doom import PLACES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -27,7 +29,7 @@ SYNCHRONOUS = ("staleness.max_staleness=0", "evaluation.every=0", "generator.slo
 """One slot: the engine computes one row at a time, whatever else is waiting, and so the same bits."""
 
 
-LONG = pytest.mark.skipif("ASYNC_RL_LONG" not in os.environ, reason="ten minutes: set ASYNC_RL_LONG=1")
+LONG = "ASYNC_RL_LONG" in os.environ
 
 
 def newest(run_dir: Path) -> int:
@@ -77,10 +79,10 @@ def test_twenty_steps_equal_ten_and_a_kill_and_ten(run: Run) -> None:
     assert all(not torch.equal(before[name], found[name]) for name in before if name.startswith("model.")), "trained"
 
 
-def start_recorded(run: Run, *overrides: str) -> subprocess.Popen[str]:
-    """A learner that writes what it trains to trained.jsonl."""
+def start_recorded(run: Run, *overrides: str, place: str = "nowhere", seed: int = 0) -> subprocess.Popen[str]:
+    """A learner that writes what it trains to trained.jsonl, and dies at a place."""
     log = (run.folder / f"process-{len(run.processes)}.log").open("w")
-    argv = [sys.executable, "-m", "tests.e2e.recording_learner", str(run.folder / "trained.jsonl")]
+    argv = [sys.executable, "-m", "tests.e2e.recording_learner", str(run.folder / "trained.jsonl"), place, str(seed)]
     process = run.spawn([*argv, "learner", str(run.config), *overrides], stdout=log, stderr=log)
     run.processes.append(process)
     return process
@@ -94,42 +96,50 @@ def trained(run: Run) -> list[dict[str, Any]]:
     return [line for line in lines if line["step"] <= last[line["run"]]]
 
 
-def trained_so_far(run: Run) -> int:
-    path = run.folder / "trained.jsonl"
-    return len(path.read_text().splitlines()) if path.exists() else 0
+def uninterrupted(run: Run, tickets: int) -> list[str]:
+    """Problems in the order in which a run that nothing interrupts draws them."""
+    config = load_config(run.config)
+    source = build_environment(config).problems(load_tokenizer(config.model.path))
+    problems = [source.draw() for _ in range(tickets)]
+    return [problem.id for problem in problems if problem is not None]
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=LONG)])
-def test_a_learner_killed_at_random_moments_trains_every_problem_once(run: Run, kills: int) -> None:
-    steps = 4 * kills + 8
-    overrides = (f"run.steps={steps}", "checkpoint.every=1", "checkpoint.keep_last=2", "evaluation.every=0")
+@pytest.mark.timeout(3600 if LONG else 900)
+def test_a_learner_killed_in_every_place_trains_every_problem_once(run: Run) -> None:
+    """In the middle of the tensors, between rename and marker, right after the marker, in a publication, anywhere."""
+    kills = 20 if LONG else 5
+    steps = 8 * kills + 8
+    overrides = (
+        f"run.steps={steps}", "checkpoint.every=1", "evaluation.every=0", "weights.bucket_bytes=65536",
+        "transport.connect_timeout_s=600",
+    )  # fmt: skip
     generators = [run.generator(name, *overrides) for name in ("g0", "g1")]
-    rng = random.Random(7)
-    for _ in range(kills):
-        learner, before = start_recorded(run, *overrides), trained_so_far(run)
-        run.until(lambda before=before: trained_so_far(run) > before and newest(run.folder / "run") > 0)
-        try:
-            learner.wait(rng.uniform(0.0, 1.5))
-        except subprocess.TimeoutExpired:
-            kill(learner)
-        assert learner.returncode in (0, -signal.SIGKILL), run.output()
+    for number in range(kills):
+        learner = start_recorded(run, *overrides, place=PLACES[number % len(PLACES)], seed=number)
+        run.wait(learner, -signal.SIGKILL)
+        assert [generator.poll() for generator in generators] == [None, None], "generators outlive it"
     run.wait(start_recorded(run, *overrides))
     for generator in generators:
         run.wait(generator)
     counted = trained(run)
     tickets = [line["ticket"] for line in counted]
     assert [line["step"] for line in counted] == [step for step in range(1, steps + 1) for _ in range(4)]
-    assert len(set(tickets)) == len(tickets), "no ticket is trained twice"
     last = rows(run.folder / "run")[-1]
-    assert last["ledger/trained"] == steps * 4 == len(tickets)
-    assert last["ledger/dropped"] == 0 and last["ledger/issued"] == steps * 4
-    assert sorted(tickets) == list(range(steps * 4)), "and none is lost"
-    # Which problem a ticket is was decided by the seed alone, whoever drew it.
-    assert len({line["problem"] for line in counted}) == 40 and Counter(
-        line["problem"] for line in counted
-    ).most_common(1)[0][1] <= -(-steps * 4 // 40)
+    assert last["ledger/trained"] == last["ledger/issued"] == steps * 4 and last["ledger/dropped"] == 0
+    assert sorted(tickets) == list(range(steps * 4)), "none is trained twice, and none is lost"
+    problems = uninterrupted(run, steps * 4)
+    assert all(problems[line["ticket"]] == line["problem"] for line in counted)
     assert [row["step"] for row in rows(run.folder / "run")] == list(range(1, steps + 1))
+    assert len({line["run"] for line in counted}) == kills + 1, "every learner trained something that counts"
     assert "is another run" not in run.output(), "generators kept their work"
+
+
+def test_a_run_that_is_complete_says_so_when_it_is_started_again(run: Run) -> None:
+    common = ("train", str(run.config), "data.eval_problems=4", "evaluation.every=2")
+    for steps, said in ((2, 0), (2, 1), (3, 1)):
+        run.wait(run.start(*common, f"run.steps={steps}"))
+        assert run.output().count(f"{run.folder / 'run'} is complete: all 2 steps of run.steps are trained") == said
+    assert [row["step"] for row in rows(run.folder / "run")] == [1, 2, 3]
 
 
 def test_sigterm_saves_and_a_generator_waits_for_the_learner_to_come_back(run: Run, capsys: Any) -> None:
