@@ -24,7 +24,7 @@ from async_rl.config import Config
 from async_rl.learner.checkpointing import Checkpoints, random_state, restore_random_state
 from async_rl.learner.model import Policy, load_policy
 from async_rl.learner.ranks import RankContext
-from async_rl.learner.start import find_start
+from async_rl.learner.start import find_start, mark_finished
 from async_rl.learner.update import Updater
 from async_rl.metrics import Metrics
 from tests.checkpoints.rig import Countdown, disk_full
@@ -185,6 +185,24 @@ sys.exit(3)
         ended = subprocess.run([sys.executable, "-c", program, str(seconds), str(limit)], timeout=300, check=False)
         assert ended.returncode == 3, "and says how it ended"
     assert (tmp_path / "written").exists()
+
+
+def test_a_run_is_finished_once_it_said_so_and_no_step_is_left(
+    models: dict[str, Path], ctx: RankContext, tmp_path: Path
+) -> None:
+    def start(steps: int, **run: Any) -> tuple[int, bool]:
+        values = {"dir": str(tmp_path / "run"), "steps": steps, **run}
+        found = find_start(settings(models, tmp_path, run=values))
+        return found.step, found.finished
+
+    train_on(settings(models, tmp_path), ctx, 2)
+    assert start(2) == (2, False), "killed before its last evaluation"
+    mark_finished(tmp_path / "run", 2)
+    assert start(2) == (2, True)
+    assert start(3) == (2, False), "more steps are wanted"
+    assert start(2, resume=2) == (2, False) and start(2, resume="never") == (0, False)
+    mark_finished(tmp_path / "run", 1)
+    assert start(2) == (2, False), "of an earlier end"
 
 
 def test_random_generators_go_on() -> None:
