@@ -179,6 +179,11 @@ def _view(frame: memoryview, reference: _ArrayRef) -> np.ndarray:
 
 def join_frames(frames: Sequence[Frame]) -> bytes:
     """All frames as one block (for a file or a broadcast): a table of lengths, then each frame, aligned."""
+    return b"".join(block_parts(frames))
+
+
+def block_parts(frames: Sequence[Frame]) -> list[Frame]:
+    """What `join_frames` joins, the frames themselves uncopied."""
     table = msgspec.msgpack.encode([memoryview(frame).nbytes for frame in frames])
     parts: list[Frame] = [len(table).to_bytes(8, "little"), table]
     position = 8 + len(table)
@@ -186,7 +191,7 @@ def join_frames(frames: Sequence[Frame]) -> bytes:
         padding = -position % _ALIGNMENT
         parts += [bytes(padding), frame]
         position += padding + memoryview(frame).nbytes
-    return b"".join(parts)
+    return parts
 
 
 def split_frames(block: Frame) -> list[memoryview]:

@@ -18,12 +18,11 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from async_rl import protocol as p
@@ -40,6 +39,10 @@ from async_rl.weights.errors import WeightsError
 
 log = logging.getLogger(__name__)
 
+BUNDLE_S = 0.002
+"""What finishes within this time travels in one message."""
+BUNDLE_BYTES = 1 << 20
+"""Of one message, roughly, unless a single result is larger."""
 LEAVE_DEADLINE_S = 10.0
 """Seconds that a leaving generator waits for its last messages to be acknowledged."""
 
@@ -97,7 +100,10 @@ class Generator:
         self.incarnation = incarnation
         self.run_id: str | None = None
         self.work: dict[p.LeaseKey, asyncio.Task[None]] = {}
-        self.unacknowledged: dict[p.LeaseKey, p.Finished] = {}
+        self.unacknowledged: dict[p.LeaseKey, p.Trajectory] = {}
+        self._unsent: dict[p.LeaseKey, None] = {}
+        """Of these, what `_deliver` has not sent yet."""
+        self._has_results = asyncio.Event()
         self.slot_clock = SlotClock(config.generator.slots, clock)
         self.counts = {"generated_tokens": 0, "finished": 0, "failed": 0, "discarded": 0, "round_trips": 0}
         self.round_trip_s = 0.0
@@ -133,7 +139,7 @@ class Generator:
         Raises EngineError, ConnectionError, ConfigError (refused for good).
         """
         self._over = asyncio.get_running_loop().create_future()
-        tasks = [asyncio.create_task(t) for t in (self._listen(), self._beat(), self._take_weights())]
+        tasks = [asyncio.create_task(t) for t in (self._listen(), self._beat(), self._take_weights(), self._deliver())]
         ends: list[asyncio.Future[Any]] = [self._over, *tasks]
         try:
             await self._hello()
@@ -250,7 +256,8 @@ class Generator:
             return
         for key in self._unanswered:
             if key in self.unacknowledged:
-                await self.client.send(self.unacknowledged[key])
+                # One by one: a result that is refused must not hold up others for good.
+                await self._send_results([key])
         self._unanswered, self._looked_at = frozenset(self.unacknowledged), now
 
     def stats(self) -> p.GeneratorStats:
@@ -287,7 +294,8 @@ class Generator:
                 for lease in message.leases:
                     self._begin(lease)
             case p.Acknowledged():
-                self._acknowledged(message.key)
+                for key in message.keys:
+                    self._acknowledged(key)
             case p.Cancelled():
                 for key in message.keys:
                     self._drop(key)
@@ -327,8 +335,7 @@ class Generator:
                 "the learner at %s is back (run %s, version %d): %d finished members are sent again, %d go on",
                 self.client.address, message.run_id, message.policy_version, len(self.unacknowledged), len(self.work),
             )  # fmt: skip
-        for finished in tuple(self.unacknowledged.values()):
-            await self.client.send(finished)
+        await self._send_results(tuple(self.unacknowledged))
 
     def _change_run(self, message: p.Welcome) -> None:
         """Another learner answers: keep what its run shares with ours.
@@ -344,15 +351,13 @@ class Generator:
             went_back = f"the learner went back to version {last}"
             self._discard(last, went_back if last >= 0 else f"run {message.run_id} is another run")
         self.run_id, self._shared_version, self._line = message.run_id, last, dict(message.ancestors)
-        for key, finished in self.unacknowledged.items():
-            self.unacknowledged[key] = msgspec.structs.replace(finished, run_id=message.run_id)
 
     def _discard(self, last: int, why: str) -> None:
         """Throw away work that a version after `last` took part in, or takes part in while it is running."""
         lost = [
             key
-            for key, finished in self.unacknowledged.items()
-            if last < 0 or any(span.version > last for span in finished.trajectory.versions)
+            for key, trajectory in self.unacknowledged.items()
+            if last < 0 or any(span.version > last for span in trajectory.versions)
         ]
         for key in lost:
             del self.unacknowledged[key]
@@ -389,14 +394,46 @@ class Generator:
     async def _work(self, key: p.LeaseKey, lease: p.Lease) -> None:
         trajectory = await self._rollout(key, lease)
         self.counts["finished" if trajectory.status != "failed" else "failed"] += 1
-        # Of the run of now: what goes on after a change of runs belongs to the new one, all else was cancelled.
-        assert self.run_id is not None, "leases come after Welcome"
-        finished = p.Finished(run_id=self.run_id, key=key, trajectory=trajectory)
         if self._timed is None or self._timed[0] not in self.unacknowledged:
             self._timed = (key, self.clock())
-        self.unacknowledged[key] = finished
-        if self.welcomed:
-            await self.client.send(finished)
+        self.unacknowledged[key] = trajectory
+        self._unsent[key] = None
+        self._has_results.set()
+
+    async def _deliver(self) -> None:
+        """Send what has finished, all of the last few milliseconds in one message; Welcome sends the rest."""
+        while True:
+            await self._has_results.wait()
+            await asyncio.sleep(BUNDLE_S)
+            self._has_results.clear()
+            keys, self._unsent = tuple(self._unsent), {}
+            if self.welcomed:
+                await self._send_results(keys)
+
+    async def _send_results(self, keys: Sequence[p.LeaseKey]) -> None:
+        """Send finished members that are still unacknowledged, as many in one message as its size allows."""
+        for bundle in self._bundles(keys):
+            # Looked up now: what was discarded while the one before was on its way must not go out.
+            results = {key: self.unacknowledged[key] for key in bundle if key in self.unacknowledged}
+            if results:
+                # Of the run of now: what goes on after a change of runs belongs to the new one.
+                assert self.run_id is not None, "leases come after Welcome"
+                await self.client.send(p.Finished.of(self.run_id, results))
+
+    def _bundles(self, keys: Sequence[p.LeaseKey]) -> list[list[p.LeaseKey]]:
+        limit = min(BUNDLE_BYTES, self.config.transport.max_message_bytes // 4)
+        bundles: list[list[p.LeaseKey]] = []
+        room = 0
+        for key in keys:
+            if (trajectory := self.unacknowledged.get(key)) is None:
+                continue
+            size = _num_bytes(trajectory)
+            if not bundles or size > room:
+                bundles.append([])
+                room = limit
+            bundles[-1].append(key)
+            room -= size
+        return bundles
 
     async def _rollout(self, key: p.LeaseKey, lease: p.Lease) -> p.Trajectory:
         started = self.clock()
@@ -528,6 +565,11 @@ class Generator:
 _NOTHING = Sample(
     completion_ids=np.zeros(0, dtype=np.int32), logprobs=np.zeros(0, dtype=np.float32), versions=(), finish="aborted"
 )
+
+
+def _num_bytes(trajectory: p.Trajectory) -> int:
+    """Of a result on the wire, roughly and rather too many."""
+    return 9 * trajectory.completion_ids.size + 4 * len(trajectory.text or "") + 64 * len(trajectory.versions) + 1024
 
 
 def _trajectory(

@@ -7,17 +7,24 @@ A message is one msgpack header and raw array frames (`frames.py`): `encode` tur
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
-from async_rl.frames import Frame, ProtocolError, dtype_name, value_from_frames, value_to_frames
+from async_rl.frames import Frame, value_from_frames, value_to_frames
+from async_rl.frames import ProtocolError as ProtocolError
 from async_rl.frames import decode_value as decode_value
 from async_rl.frames import encode_value as encode_value
+from async_rl.trajectories import Trajectory as Trajectory
+from async_rl.trajectories import TrajectoryBlock, check_array, check_block, require
+from async_rl.trajectories import TrajectoryStatus as TrajectoryStatus
+from async_rl.trajectories import VersionSpan as VersionSpan
+from async_rl.trajectories import check_trajectory as check_trajectory
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_FRAMES = 4096
 MAX_HEADER_BYTES = 16 << 20
 MAX_NAME_CHARS = 100
@@ -45,42 +52,6 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     """Further columns of the row (plain data), passed to reward functions."""
 
 
-class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Completion tokens start..end-1 were sampled by `version`."""
-
-    version: int
-    start: int
-    end: int
-
-
-TrajectoryStatus = Literal["complete", "truncated", "failed"]
-"""complete: ended by itself; truncated: hit max_completion_tokens; failed: no usable sample or reward."""
-
-
-class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
-    """One finished attempt. `L` is the number of completion tokens; a failed one may have L = 0."""
-
-    status: TrajectoryStatus
-    completion_ids: np.ndarray
-    """int32 [L], including the end token if it was sampled."""
-    completion_mask: np.ndarray
-    """uint8 [L], 1 where the policy sampled the token (0: tool output and the like)."""
-    behavior_logprobs: np.ndarray
-    """float32 [L], as sampled, temperature included; nats."""
-    versions: tuple[VersionSpan, ...]
-    """Cover 0..L-1 in order without gaps."""
-    reward: float | None
-    """None exactly when status is failed."""
-    error: str | None = None
-    """Why it failed, one line."""
-    text: str | None = None
-    """The completion decoded, for people."""
-    sample_s: float = 0.0
-    """Seconds from start of sampling to the last token."""
-    reward_s: float = 0.0
-    """Seconds that scoring took."""
-
-
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How one member is sampled."""
 
@@ -103,7 +74,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
 
 
-class LeaseKey(msgspec.Struct, frozen=True, order=True):
+class LeaseKey(msgspec.Struct, frozen=True, order=True, array_like=True):
     """Names one attempt at one member; results are idempotent in it."""
 
     kind: Literal["train", "eval"]
@@ -211,11 +182,21 @@ class Heartbeat(Message, frozen=True):
 
 
 class Finished(Message, frozen=True):
-    """One finished member. Sent again after a reconnect until acknowledged."""
+    """Finished members, each on its own account. Sent again after a reconnect until acknowledged."""
 
     run_id: str
-    key: LeaseKey
-    trajectory: Trajectory
+    keys: tuple[LeaseKey, ...]
+    trajectories: TrajectoryBlock
+    """In the order of `keys`."""
+
+    @classmethod
+    def of(cls, run_id: str, results: Mapping[LeaseKey, Trajectory]) -> Finished:
+        """The message of at least one result."""
+        return cls(run_id=run_id, keys=tuple(results), trajectories=TrajectoryBlock.of(list(results.values())))
+
+    def results(self) -> list[tuple[LeaseKey, Trajectory]]:
+        """What it holds, arrays as views of the message's."""
+        return list(zip(self.keys, self.trajectories.split(), strict=True))
 
 
 class Returned(Message, frozen=True):
@@ -292,17 +273,80 @@ class Alive(Message, frozen=True):
     policy_version: int
 
 
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """What tells the leases of one ticket apart; fields as in `Lease` and `SamplingParams`."""
+
+    member: int
+    attempt: int
+    seed: int
+
+
+class TicketLeases(msgspec.Struct, frozen=True):
+    """Leases of one ticket that are sampled alike: a problem travels once for all of them."""
+
+    kind: Literal["train", "eval"]
+    ticket: int
+    problem: Problem
+    max_tokens: int
+    temperature: float
+    stop_ids: tuple[int, ...]
+    places: tuple[Place, ...]
+
+    def leases(self) -> list[Lease]:
+        """One by one."""
+        return [
+            Lease(
+                kind=self.kind,
+                ticket=self.ticket,
+                member=place.member,
+                attempt=place.attempt,
+                problem=self.problem,
+                sampling=SamplingParams(
+                    max_tokens=self.max_tokens, temperature=self.temperature, seed=place.seed, stop_ids=self.stop_ids
+                ),
+            )
+            for place in self.places
+        ]
+
+
+def _shared(lease: Lease) -> tuple[Any, ...]:
+    """What leases have in common that travel as one `TicketLeases`."""
+    sampling = lease.sampling
+    return lease.kind, lease.ticket, sampling.max_tokens, sampling.temperature, sampling.stop_ids
+
+
 class Leases(Message, frozen=True):
     """Work."""
 
-    leases: tuple[Lease, ...]
+    tickets: tuple[TicketLeases, ...]
+
+    @classmethod
+    def of(cls, leases: Iterable[Lease]) -> Leases:
+        """The message of leases; neighbours of one ticket that are sampled alike share what they have in common."""
+        tickets = []
+        for _, same in groupby(leases, key=_shared):
+            mine = list(same)
+            kind, ticket, problem, sampling = mine[0].kind, mine[0].ticket, mine[0].problem, mine[0].sampling
+            places = tuple(Place(lease.member, lease.attempt, lease.sampling.seed) for lease in mine)
+            tickets.append(
+                TicketLeases(
+                    kind, ticket, problem, sampling.max_tokens, sampling.temperature, sampling.stop_ids, places
+                )
+            )
+        return cls(tickets=tuple(tickets))
+
+    @property
+    def leases(self) -> list[Lease]:
+        """One by one."""
+        return [lease for ticket in self.tickets for lease in ticket.leases()]
 
 
 class Acknowledged(Message, frozen=True):
-    """A Finished was taken care of; the generator forgets it."""
+    """A Finished was taken care of; the generator forgets what it held."""
 
-    key: LeaseKey
-    outcome: Literal["stored", "duplicate", "unknown"]
+    keys: tuple[LeaseKey, ...]
+    outcomes: tuple[Literal["stored", "duplicate", "unknown"], ...]
+    """In the order of `keys`."""
 
 
 class Cancelled(Message, frozen=True):
@@ -388,59 +432,12 @@ def decode(frames: Sequence[Frame], kind: Any) -> Any:
     return message
 
 
-def _require(condition: bool, text: str) -> None:
-    if not condition:
-        raise ProtocolError(text)
-
-
-def _check_array(name: str, array: np.ndarray, dtype: str, length: int) -> None:
-    if dtype_name(array) != dtype:
-        raise ProtocolError(f"{name} is {array.dtype}, expected {dtype}")
-    if array.shape != (length,):
-        raise ProtocolError(f"{name} has shape {list(array.shape)}, expected [{length}]")
-
-
-def check_trajectory(trajectory: Trajectory) -> None:
-    """Raise ProtocolError unless the parts of a trajectory agree with each other."""
-    length = trajectory.completion_ids.size
-    _check_array("completion_ids", trajectory.completion_ids, "int32", length)
-    _check_array("completion_mask", trajectory.completion_mask, "uint8", length)
-    _check_array("behavior_logprobs", trajectory.behavior_logprobs, "float32", length)
-    _require(length > 0 or trajectory.status == "failed", f"a {trajectory.status} trajectory has no tokens")
-    _require(not (trajectory.completion_ids < 0).any(), "completion_ids holds negative token ids")
-    _require(not (trajectory.completion_mask > 1).any(), "completion_mask holds values other than 0 and 1")
-    _require(
-        bool(np.isfinite(trajectory.behavior_logprobs).all()), "behavior_logprobs holds values that are not finite"
-    )
-    _check_versions(trajectory.versions, length)
-    if trajectory.status == "failed":
-        _require(trajectory.reward is None, f"a failed trajectory has reward {trajectory.reward}, expected none")
-    else:
-        finite = trajectory.reward is not None and math.isfinite(trajectory.reward)
-        _require(finite, f"a {trajectory.status} trajectory has reward {trajectory.reward}, expected a finite number")
-    for name in ("sample_s", "reward_s"):
-        _require(0 <= getattr(trajectory, name) < math.inf, f"{name} is {getattr(trajectory, name)}, expected >= 0")
-
-
-def _check_versions(spans: Sequence[VersionSpan], length: int) -> None:
-    """Spans must cover 0..length-1 in order, without gaps, and none may be empty."""
-    position = 0
-    for span in spans:
-        _require(span.version >= 0, f"version {span.version} is negative")
-        _require(span.start == position, f"version span starts at {span.start}, the one before ends at {position}")
-        _require(span.end > span.start, f"version span {span.start}..{span.end} is empty")
-        position = span.end
-    _require(position == length, f"version spans end at {position}, the completion has {length} tokens")
-
-
 def _check_key(key: LeaseKey) -> None:
-    _require(
-        min(key.ticket, key.member, key.attempt) >= 0, f"lease {key.ticket}/{key.member}/{key.attempt} is negative"
-    )
+    require(min(key.ticket, key.member, key.attempt) >= 0, f"lease {key.ticket}/{key.member}/{key.attempt} is negative")
 
 
 def _check_version(version: int | None) -> None:
-    _require(version is None or version >= 0, f"policy_version is {version}, expected >= 0")
+    require(version is None or version >= 0, f"policy_version is {version}, expected >= 0")
 
 
 def _check_hello(hello: Hello) -> None:
@@ -449,9 +446,9 @@ def _check_hello(hello: Hello) -> None:
         fits = (
             0 < len(value) <= MAX_NAME_CHARS and value.isascii() and value.isprintable() and not set(value) & set("/ ")
         )
-        _require(fits, f"{name} must be 1 to {MAX_NAME_CHARS} printable ASCII characters without '/' and spaces")
-    _require(hello.slots >= 0, f"slots is {hello.slots}, expected >= 0")
-    _require(0 <= hello.receivers <= 1024, f"receivers is {hello.receivers}, expected 0 to 1024")
+        require(fits, f"{name} must be 1 to {MAX_NAME_CHARS} printable ASCII characters without '/' and spaces")
+    require(hello.slots >= 0, f"slots is {hello.slots}, expected >= 0")
+    require(0 <= hello.receivers <= 1024, f"receivers is {hello.receivers}, expected 0 to 1024")
     _check_version(hello.policy_version)
     for key in hello.holding:
         _check_key(key)
@@ -463,12 +460,15 @@ def _check_heartbeat(heartbeat: Heartbeat) -> None:
         _check_key(key)
     for name in GeneratorStats.__struct_fields__:
         value = getattr(heartbeat.stats, name)
-        _require(0 <= value < math.inf, f"stats.{name} is {value}, expected a finite number >= 0")
+        require(0 <= value < math.inf, f"stats.{name} is {value}, expected a finite number >= 0")
 
 
 def _check_finished(finished: Finished) -> None:
-    _check_key(finished.key)
-    check_trajectory(finished.trajectory)
+    for key in finished.keys:
+        _check_key(key)
+    check_block(finished.trajectories)
+    num = len(finished.trajectories.heads)
+    require(len(finished.keys) == num, f"{len(finished.keys)} keys come with {num} trajectories")
 
 
 def _check_returned(returned: Returned) -> None:
@@ -477,10 +477,10 @@ def _check_returned(returned: Returned) -> None:
 
 
 def _check_leases(leases: Leases) -> None:
-    for lease in leases.leases:
-        prompt = lease.problem.prompt_ids
-        _check_array("prompt_ids", prompt, "int32", prompt.size)
-        _require(prompt.size > 0, f"problem {lease.problem.id!r} has no prompt tokens")
+    for ticket in leases.tickets:
+        prompt = ticket.problem.prompt_ids
+        check_array("prompt_ids", prompt, "int32", prompt.size)
+        require(prompt.size > 0, f"problem {ticket.problem.id!r} has no prompt tokens")
 
 
 _CHECKS: dict[type, Callable[[Any], None]] = {

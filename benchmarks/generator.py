@@ -56,16 +56,20 @@ def stand_in(pipe: Any, leases: list[p.Lease], slots: int) -> None:
                 case p.Heartbeat():
                     server.send(peer, p.Alive(run_id="benchmark", policy_version=0))
                 case p.Finished():
-                    server.send(peer, p.Acknowledged(key=message.key, outcome="stored"))
-                    tokens += len(message.trajectory.completion_ids)
-                    outstanding -= 1
+                    server.send(peer, _acknowledged(message))
+                    tokens += len(message.trajectories.completion_ids)
+                    outstanding -= len(message.keys)
                     if not todo and not outstanding:
                         pipe.send((time.perf_counter() - began, tokens))
         batch = [todo.pop() for _ in range(min(slots - outstanding, len(todo)))]
         if batch and peer:
             outstanding += len(batch)
-            server.send(peer, p.Leases(leases=tuple(batch)))
+            server.send(peer, p.Leases.of(batch))
     server.close()
+
+
+def _acknowledged(message: p.Finished) -> p.Acknowledged:
+    return p.Acknowledged(keys=message.keys, outcomes=("stored",) * len(message.keys))
 
 
 def _fields(lease: p.Lease) -> dict[str, Any]:

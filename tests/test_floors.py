@@ -19,7 +19,10 @@ FLOORS = {
         "algos", "envs", "engines", "buffer", "transport", "weights", "membership", "publication", "evaluation",
         "leasing", "fleet", "checkpoints", "http", "console", "report", "advice", "simulate", "alarms", "keys",
     ),
-    1: ("config", "protocol", "frames", "metrics", "staleness", "addresses", "errors", "logs", "leftovers"),
+    1: (
+        "config", "protocol", "trajectories", "frames", "metrics", "staleness", "addresses", "errors", "logs",
+        "leftovers",
+    ),
 }  # fmt: skip
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names}
 

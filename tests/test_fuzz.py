@@ -40,7 +40,7 @@ TRAJECTORY = p.Trajectory(
 )
 MESSAGES: tuple[p.Message, ...] = (
     p.Heartbeat(accepting=True, holding=(KEY,), policy_version=3, stats=p.GeneratorStats()),
-    p.Finished(run_id="run-1", key=KEY, trajectory=TRAJECTORY),
+    p.Finished.of("run-1", {KEY: TRAJECTORY, msgspec.structs.replace(KEY, member=1): TRAJECTORY}),
     p.Returned(run_id="run-1", keys=(KEY,)),
     p.EpochJoined(epoch=1),
     p.Received(version=1, epoch=1, checksum="c", receive_s=0.0),

@@ -54,7 +54,13 @@ def trajectory(**changes: Any) -> Trajectory:
 
 
 def finished(**changes: Any) -> Finished:
-    return Finished(run_id="run", key=KEY, trajectory=trajectory(**changes))
+    return Finished.of("run", {KEY: trajectory(**changes)})
+
+
+def only(message: Finished) -> Trajectory:
+    """The one trajectory of a message."""
+    (found,) = message.trajectories.split()
+    return found
 
 
 def as_received(frames: list) -> list[bytes]:
@@ -64,10 +70,10 @@ def as_received(frames: list) -> list[bytes]:
 def test_finished_round_trip() -> None:
     sent = finished()
     got = decode(as_received(encode(sent)), FromGenerator)
-    assert (got.run_id, got.key, got.trajectory.reward, got.trajectory.text) == ("run", KEY, 0.75, "12 ✓")
-    assert got.trajectory.versions == sent.trajectory.versions
+    assert (got.run_id, got.keys, only(got).reward, only(got).text) == ("run", (KEY,), 0.75, "12 ✓")
+    assert only(got).versions == trajectory().versions
     for name in ("completion_ids", "completion_mask", "behavior_logprobs"):
-        np.testing.assert_array_equal(getattr(got.trajectory, name), getattr(sent.trajectory, name), strict=True)
+        np.testing.assert_array_equal(getattr(only(got), name), getattr(only(sent), name), strict=True)
 
 
 def test_leases_round_trip_with_plain_data() -> None:
@@ -79,7 +85,7 @@ def test_leases_round_trip_with_plain_data() -> None:
         kind="train", ticket=7, member=3, attempt=1, problem=problem,
         sampling=SamplingParams(max_tokens=8, temperature=0.7, seed=2**63 + 11, stop_ids=(2, 9)),
     )  # fmt: skip
-    (got,) = decode(as_received(encode(Leases(leases=(lease,)))), FromCoordinator).leases
+    (got,) = decode(as_received(encode(Leases.of([lease]))), FromCoordinator).leases
     assert got.problem.answer == problem.answer
     assert got.problem.metadata == {"weight": 0.5}
     assert got.sampling == lease.sampling
@@ -88,12 +94,12 @@ def test_leases_round_trip_with_plain_data() -> None:
 
 def test_arrays_are_views_and_read_only() -> None:
     frames = as_received(encode(finished()))
-    ids = decode(frames, FromGenerator).trajectory.completion_ids
+    ids = only(decode(frames, FromGenerator)).completion_ids
     assert np.shares_memory(ids, np.frombuffer(frames[1], np.uint8))
     with pytest.raises(ValueError, match="read-only"):
         ids[0] = 1
     writable = [bytearray(frame) for frame in frames]
-    assert not decode(writable, FromGenerator).trajectory.completion_ids.flags.writeable
+    assert not only(decode(writable, FromGenerator)).completion_ids.flags.writeable
 
 
 def test_sending_does_not_copy_arrays() -> None:
@@ -149,7 +155,7 @@ def empty(**changes: Any) -> Finished:
 
 def test_only_a_failed_trajectory_may_be_empty() -> None:
     got = decode(encode(empty(status="failed", reward=None, error="no answer")), FromGenerator)
-    assert got.trajectory.completion_ids.shape == (0,)
+    assert only(got).completion_ids.shape == (0,)
     with pytest.raises(ProtocolError, match="has no tokens"):
         decode(encode(empty(status="truncated")), FromGenerator)
 

@@ -105,17 +105,17 @@ async def test_large_arrays_arrive_in_both_directions(running: Running) -> None:
         reward=1.0,
     )
     await client.send(HELLO)
-    await client.send(p.Finished(run_id="run", key=p.LeaseKey("train", 1, 0, 0), trajectory=trajectory))
+    await client.send(p.Finished.of("run", {p.LeaseKey("train", 1, 0, 0): trajectory}))
     await until(lambda: len(running.messages) == 2, "two messages")
     (first, hello), (second, finished) = running.messages
     assert first == second == "g0/a1" and hello.slots == 4
-    np.testing.assert_array_equal(finished.trajectory.completion_ids, trajectory.completion_ids)
-    np.testing.assert_array_equal(finished.trajectory.behavior_logprobs, trajectory.behavior_logprobs)
+    np.testing.assert_array_equal(finished.trajectories.completion_ids, trajectory.completion_ids)
+    np.testing.assert_array_equal(finished.trajectories.behavior_logprobs, trajectory.behavior_logprobs)
 
     problem = p.Problem(id="1", prompt="", prompt_ids=np.arange(1, 50_000, dtype=np.int32))
     sampling = p.SamplingParams(max_tokens=4, temperature=1.0, seed=5)
     lease = p.Lease(kind="train", ticket=1, member=0, attempt=0, problem=problem, sampling=sampling)
-    assert running.send("g0/a1", p.Leases(leases=(lease,)))
+    assert running.send("g0/a1", p.Leases.of([lease]))
     got = await client.receive(PATIENCE_S)
     np.testing.assert_array_equal(got.leases[0].problem.prompt_ids, problem.prompt_ids)
     client.close()

@@ -1,7 +1,7 @@
 """The ledger and the replay buffer: a pure state machine (clock passed in, no sockets, no torch)."""
 
 from async_rl.buffer.ledger import Answer, Ledger
-from async_rl.buffer.records import LedgerCounts, LedgerSettings, MemberLease, Reconciled, TrajectoryGroup
+from async_rl.buffer.records import LedgerCounts, LedgerSettings, MemberLease, PackedBatch, Reconciled, TrajectoryGroup
 from async_rl.buffer.replay import ReplayBuffer
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "LedgerCounts",
     "LedgerSettings",
     "MemberLease",
+    "PackedBatch",
     "Reconciled",
     "ReplayBuffer",
     "TrajectoryGroup",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import islice
 
 import msgspec
 
 from async_rl.config import Config, has_baseline
 from async_rl.protocol import LeaseKey, Problem, Trajectory
 from async_rl.staleness import Overdue, run_ahead
+from async_rl.trajectories import TrajectoryBlock
 
 
 class LedgerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,6 +139,34 @@ class TrajectoryGroup(msgspec.Struct, frozen=True):
     def has_signal(self) -> bool:
         """Whether rewards differ, the baseline's included: in a group of equal ones every member is as good as it."""
         return any(member.reward != (self.baseline or self.members[0]).reward for member in self.members)
+
+
+class PackedBatch(msgspec.Struct, frozen=True):
+    """Groups as they travel: the arrays of all members one after the other."""
+
+    tickets: tuple[int, ...]
+    problems: tuple[Problem, ...]
+    sizes: tuple[int, ...]
+    """Members of each group."""
+    members: TrajectoryBlock
+
+    @classmethod
+    def of(cls, groups: Sequence[TrajectoryGroup]) -> PackedBatch:
+        """At least one group; arrays are copied."""
+        return cls(
+            tuple(group.ticket for group in groups),
+            tuple(group.problem for group in groups),
+            tuple(len(group.members) for group in groups),
+            TrajectoryBlock.of([member for group in groups for member in group.members]),
+        )
+
+    def groups(self) -> tuple[TrajectoryGroup, ...]:
+        """The groups, their arrays as views."""
+        members = iter(self.members.split())
+        return tuple(
+            TrajectoryGroup(ticket, problem, tuple(islice(members, size)))
+            for ticket, problem, size in zip(self.tickets, self.problems, self.sizes, strict=True)
+        )
 
 
 class LedgerCounts(msgspec.Struct, frozen=True):

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
-from async_rl.buffer import TrajectoryGroup
+from async_rl.buffer import PackedBatch, TrajectoryGroup
 from async_rl.config import Config, ConfigError
 from async_rl.coordinator.resumed import Resumed
 from async_rl.errors import is_refusal
@@ -24,9 +24,19 @@ from async_rl.transport import TransportError
 
 
 class Call(Message, frozen=True):
-    """Base of every call; `answer` is the type of what comes back."""
+    """Base of every call; `answer` is the type of what comes back, `pack` and `unpack` its form between processes."""
 
     answer: ClassVar[Any] = None
+
+    @staticmethod
+    def pack(answer: Any) -> Any:
+        """The answer as it travels; of the type `answer`."""
+        return answer
+
+    @staticmethod
+    def unpack(answer: Any) -> Any:
+        """The reverse of `pack`."""
+        return answer
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -63,7 +73,17 @@ class Open(Call, frozen=True):
 class RequestBatch(Call, frozen=True):
     """The next batch, one request at a time. Answer, when there is one: its groups; None at the end of the data."""
 
-    answer: ClassVar[Any] = tuple[TrajectoryGroup, ...] | None
+    answer: ClassVar[Any] = PackedBatch | None
+
+    @staticmethod
+    def pack(answer: tuple[TrajectoryGroup, ...] | None) -> PackedBatch | None:
+        """See `Call.pack`."""
+        return None if answer is None else PackedBatch.of(answer)
+
+    @staticmethod
+    def unpack(answer: PackedBatch | None) -> tuple[TrajectoryGroup, ...] | None:
+        """See `Call.unpack`."""
+        return None if answer is None else answer.groups()
 
 
 class WithdrawBatch(Call, frozen=True):
@@ -205,8 +225,8 @@ class Answer(Message, frozen=True):
     """What a call gave, or how it failed."""
 
     number: int
-    value: np.ndarray | None = None
-    """uint8, a block of `encode_value`: only the side that asked knows its type."""
+    frames: tuple[np.ndarray, ...] | None = None
+    """uint8 each, of `value_to_frames`: only the side that asked knows the type of the value."""
     error: RemoteError | None = None
 
 

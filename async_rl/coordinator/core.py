@@ -20,7 +20,7 @@ from typing import Any
 from async_rl import protocol as p
 from async_rl import publication as pub
 from async_rl.addresses import join_address
-from async_rl.buffer import Ledger, TrajectoryGroup
+from async_rl.buffer import Answer, Ledger, TrajectoryGroup
 from async_rl.checkpoints.work import capture
 from async_rl.config import Config
 from async_rl.coordinator import calls as c
@@ -416,28 +416,28 @@ class Coordinator(Facade):
             self._send(member, p.Cancelled(keys=tuple(unwanted)))
 
     def _finished(self, identity: str, name: str, message: p.Finished, now: float) -> str | None:
-        """Take a result and acknowledge it; returns what is wrong with the generator that sent it, if anything."""
-        key, trajectory = message.key, message.trajectory
-        outcome: Any = "unknown"
-        stale = None
-        if self.lines.includes(message):
-            try:
-                if key.kind == "train":
-                    outcome = self.ledger.finish(name, key.ticket, key.member, key.attempt, trajectory, now)
-                else:
-                    outcome = self.evaluations.finish(name, key.ticket, key.member, key.attempt, trajectory, now)
-            except p.ProtocolError as error:
-                self.server.refused["impossible_versions"] += 1
-                stale = str(error)
-        baseline = key.kind == "train" and self.ledger.settings.is_baseline(key.member)
-        self.reports.meter.arrived(trajectory, "baseline" if baseline else key.kind, wanted=outcome == "stored")
-        if outcome == "stored" and trajectory.status == "failed":
-            self.reports.failed(name, key, trajectory, now)
-        self.server.send(identity, p.Acknowledged(key=key, outcome=outcome))
-        if outcome == "stored" and name in self.members:
+        """Take results and acknowledge them; returns what is wrong with the generator that sent them, if anything."""
+        fault = None
+        outcomes: list[Answer] = []
+        for key, trajectory in message.results():
+            outcome: Answer = "unknown"
+            if self.lines.includes(message.run_id, trajectory):
+                book = self.ledger if key.kind == "train" else self.evaluations
+                try:
+                    outcome = book.finish(name, key.ticket, key.member, key.attempt, trajectory, now)
+                except p.ProtocolError as error:
+                    self.server.refused["impossible_versions"] += 1
+                    fault = str(error)
+            baseline = key.kind == "train" and self.ledger.settings.is_baseline(key.member)
+            self.reports.meter.arrived(trajectory, "baseline" if baseline else key.kind, wanted=outcome == "stored")
+            if outcome == "stored" and trajectory.status == "failed":
+                self.reports.failed(name, key, trajectory, now)
+            outcomes.append(outcome)
+        self.server.send(identity, p.Acknowledged(keys=message.keys, outcomes=tuple(outcomes)))
+        if "stored" in outcomes and name in self.members:
             self.members.delivered(name, now)
         self._work_changed = True
-        return stale
+        return fault
 
     def _version(self) -> int:
         """The last published version; before the first publication the one that it will be."""
@@ -512,7 +512,7 @@ class Coordinator(Facade):
         self._work_changed = False
         for member, leases in self.leasing.hand_out(self.members.active(), now):
             parts = (leases[i : i + MAX_LEASES] for i in range(0, len(leases), MAX_LEASES))
-            if not all(self._send(member, p.Leases(leases=tuple(part))) for part in parts):
+            if not all(self._send(member, p.Leases.of(part)) for part in parts):
                 self._lose([member.name])
         for name, key in [*self.ledger.take_cancelled(), *self.evaluations.take_cancelled()]:
             self._send_to(name, p.Cancelled(keys=(key,)))

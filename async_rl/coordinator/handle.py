@@ -22,7 +22,7 @@ from async_rl.coordinator.facade import STOP_S, Facade
 from async_rl.coordinator.link import Link
 from async_rl.coordinator.publishing import Transfer
 from async_rl.coordinator.resumed import Resumed
-from async_rl.frames import decode_value
+from async_rl.frames import value_from_frames
 from async_rl.logs import last_lines
 
 log = logging.getLogger(__name__)
@@ -148,8 +148,8 @@ class CoordinatorProcess(Facade):
         if message.error is not None:
             answer.set_exception(message.error.to_error())
         else:
-            assert message.value is not None, "an answer is a value or an error"
-            answer.set_result(decode_value(message.value.data, call.answer))
+            assert message.frames is not None, "an answer is a value or an error"
+            answer.set_result(call.unpack(value_from_frames([frame.data for frame in message.frames], call.answer)))
 
     def _begin(self, job: c.Job) -> None:
         """Have the publisher do a job; its thread reports the end."""

@@ -1,7 +1,7 @@
 """A pair of connected sockets that carries whole values between the learner and its coordinator process.
 
 The pair has no name and no port, and only the two processes hold it: when either is gone, however it ended, the other
-reads the end of the stream at once. A value is 8 bytes of length and one block of `frames.encode_value`.
+reads the end of the stream at once. A value is 8 bytes of length and one block of frames (`frames.join_frames`).
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ from __future__ import annotations
 import socket
 import struct
 import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from async_rl.frames import decode_value, encode_value
+from async_rl.frames import Frame, block_parts, decode_value, value_to_frames
 
 SEND_S = 60.0
 """Longest wait for a peer that reads nothing; both read on a thread that does little else."""
+_LARGE_BYTES = 64 << 10
+"""A part of this size is sent as it lies; to copy a batch once more takes longer than to read it."""
 
 
 class Link:
@@ -29,11 +32,12 @@ class Link:
 
     def send(self, value: Any) -> None:
         """Send a value; raises OSError when the other side is gone, TimeoutError when it reads nothing."""
-        block = encode_value(value)
+        parts = block_parts(value_to_frames(value))
+        length = sum(memoryview(part).nbytes for part in parts)
         with self._lock:
             try:
-                self._socket.sendall(len(block).to_bytes(8, "little"))
-                self._socket.sendall(block)
+                for block in _gathered([length.to_bytes(8, "little"), *parts]):
+                    self._socket.sendall(block)
             except BlockingIOError:
                 # A part of the value may be sent: nothing that follows could be read.
                 self.close()
@@ -65,3 +69,16 @@ class Link:
                 return None
             view = view[count:]
         return data
+
+
+def _gathered(parts: Sequence[Frame]) -> Iterator[Frame]:
+    """The parts in order, small neighbours joined."""
+    small: list[Frame] = []
+    for part in parts:
+        if memoryview(part).nbytes < _LARGE_BYTES:
+            small.append(part)
+            continue
+        yield b"".join(small)
+        yield part
+        small = []
+    yield b"".join(small)

@@ -33,10 +33,11 @@ from async_rl.coordinator.resumed import Resumed
 from async_rl.envs.base import ProblemSource, build_environment
 from async_rl.envs.tokenize import load_tokenizer, stop_ids
 from async_rl.evaluation import Evaluations, EvaluationSettings
+from async_rl.frames import value_to_frames
 from async_rl.keys import keys_of
 from async_rl.leasing import Leasing
 from async_rl.logs import LINE
-from async_rl.protocol import Manifest, encode_value
+from async_rl.protocol import Manifest
 from async_rl.weights.errors import WeightsError
 
 log = logging.getLogger("async_rl.coordinator.process")  # __name__ is __main__ here.
@@ -194,7 +195,7 @@ class Service:
 
         def done(future: Future[Any]) -> None:
             error = future.exception()
-            self._answer(ask, None if error else future.result(), error)
+            self._answer(ask, None if error else ask.call.pack(future.result()), error)
 
         answer.add_done_callback(done)
 
@@ -202,8 +203,8 @@ class Service:
         if error is not None:
             self._send(c.Answer(number=ask.number, error=c.RemoteError.of(error)))
         else:
-            block = np.frombuffer(encode_value(value), dtype=np.uint8)
-            self._send(c.Answer(number=ask.number, value=block))
+            frames = tuple(np.frombuffer(frame, dtype=np.uint8) for frame in value_to_frames(value))
+            self._send(c.Answer(number=ask.number, frames=frames))
 
     def _send(self, message: c.FromProcess) -> None:
         # A learner that is gone needs nothing more; the thread that reads ends this process.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from async_rl.protocol import Finished
+from async_rl.protocol import Trajectory
 
 
 class Resumed(msgspec.Struct, frozen=True):
@@ -31,7 +31,9 @@ class Lines:
         """Whether leases of a run may still be worked on."""
         return run_id == self.run_id or run_id in self.ancestors
 
-    def includes(self, message: Finished) -> bool:
+    def includes(self, run_id: str, trajectory: Trajectory) -> bool:
         """Whether a result is of this run, or of an earlier one up to the version that this one continues from."""
-        newest = max((span.version for span in message.trajectory.versions), default=0)
-        return message.run_id == self.run_id or newest <= self.ancestors.get(message.run_id, -1)
+        if run_id == self.run_id:
+            return True
+        newest = max((span.version for span in trajectory.versions), default=0)
+        return newest <= self.ancestors.get(run_id, -1)

@@ -23,7 +23,7 @@ async def test_results_lost_on_the_way_are_sent_again(tmp_path: Path) -> None:
     async with fleet(learner.config, learner.start(), "g0", "g1") as (worker, _):
         lost = lose_finished(worker.client, number=3)
         await learner.done()
-    assert len(lost) == 3
+    assert len(lost) >= 3
     check_account(learner)
     assert len(learner.batches) == 8
 
@@ -34,8 +34,8 @@ def lose_finished(client: Client, number: int) -> list[p.LeaseKey]:
     send = client.send
 
     async def lossy(message: p.Message, timeout_s: float = 30.0) -> None:
-        if isinstance(message, p.Finished) and len(lost) < number and message.key not in lost:
-            lost.append(message.key)
+        if isinstance(message, p.Finished) and len(lost) < number and not set(message.keys) & set(lost):
+            lost.extend(message.keys)
             return
         await send(message, timeout_s)
 
@@ -62,7 +62,7 @@ async def test_a_request_that_the_engine_refuses_fails_alone(tmp_path: Path) -> 
     assert any("is too long" in note for note in learner.notes), learner.notes
 
 
-def finished(number: int, run_id: str = "run-1") -> p.Finished:
+def finished(number: int) -> dict[p.LeaseKey, p.Trajectory]:
     """A failed member, which needs no tokens."""
     empty = p.Trajectory(
         status="failed",
@@ -73,7 +73,7 @@ def finished(number: int, run_id: str = "run-1") -> p.Finished:
         reward=None,
         error="none",
     )
-    return p.Finished(run_id=run_id, key=p.LeaseKey("train", number, 0, 1), trajectory=empty)
+    return {p.LeaseKey("train", number, 0, 1): empty}
 
 
 def welcome(run_id: str, version: int) -> p.Welcome:
@@ -110,15 +110,15 @@ async def test_a_member_that_ends_while_others_are_sent_again_is_not_in_the_way(
     generator = worker.generator
     generator.run_id = "run-1"
     for number in range(3):
-        generator.unacknowledged[finished(number).key] = finished(number)
+        generator.unacknowledged |= finished(number)
 
     async def one_more() -> None:
-        generator.unacknowledged[finished(9).key] = finished(9)
+        generator.unacknowledged |= finished(9)
 
     task = asyncio.create_task(one_more())
     await generator._handle(welcome("run-1", 0))
     await task
-    assert {m.key.ticket for m in wire.sent if isinstance(m, p.Finished)} >= {0, 1, 2}
+    assert {key.ticket for m in wire.sent if isinstance(m, p.Finished) for key in m.keys} >= {0, 1, 2}
     await worker.close()
 
 

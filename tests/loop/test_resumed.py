@@ -136,8 +136,7 @@ def test_whose_results_count() -> None:
     assert lines.continues("c") and lines.continues("a") and not lines.continues("d") and not lines.continues(None)
 
     def counts(run_id: str, first: int, last: int) -> bool:
-        key = p.LeaseKey(kind="train", ticket=0, member=0, attempt=1)
-        return lines.includes(p.Finished(run_id=run_id, key=key, trajectory=make_trajectory(first, last)))
+        return lines.includes(run_id, make_trajectory(first, last))
 
     assert counts("a", 3, 4) and not counts("a", 3, 5)
     assert counts("b", 5, 7) and not counts("b", 7, 8)
@@ -147,9 +146,8 @@ def test_whose_results_count() -> None:
 # --- the generator's side ------------------------------------------------------------------------
 
 
-def done(ticket: int, first: int, last: int, run_id: str = "run-1") -> p.Finished:
-    key = p.LeaseKey(kind="train", ticket=ticket, member=0, attempt=1)
-    return p.Finished(run_id=run_id, key=key, trajectory=make_trajectory(first, last))
+def done(ticket: int, first: int, last: int) -> dict[p.LeaseKey, p.Trajectory]:
+    return {p.LeaseKey(kind="train", ticket=ticket, member=0, attempt=1): make_trajectory(first, last)}
 
 
 def resumed_welcome(**ancestors: int) -> p.Welcome:
@@ -166,7 +164,7 @@ async def holding(tmp_path: Path, version: int) -> tuple[Any, Wire, asyncio.Task
     await generator._handle(welcome("run-1", 0))
     worker.engine.policy_version = version
     for finished in (done(0, 3, 4), done(1, 4, 5)):
-        generator.unacknowledged[finished.key] = finished
+        generator.unacknowledged |= finished
     running: asyncio.Task[None] = asyncio.create_task(asyncio.sleep(60))
     key = p.LeaseKey(kind="train", ticket=2, member=0, attempt=1)
     generator.work[key] = running
@@ -184,7 +182,9 @@ async def test_a_generator_keeps_what_the_resumed_run_shares_with_its_own(
     await generator._handle(resumed_welcome(**{"run-1": 4}))
     await asyncio.sleep(0)
     sent = [message for message in wire.sent if isinstance(message, p.Finished)]
-    assert [(m.key.ticket, m.run_id) for m in sent] == [(0, "run-2")], "version 5 took part in the other"
+    assert [(key.ticket, m.run_id) for m in sent for key in m.keys] == [(0, "run-2")], (
+        "version 5 took part in the other"
+    )
     assert running.cancelled() is not goes_on
     assert bool(generator.work) is goes_on
     running.cancel()
@@ -200,7 +200,7 @@ async def test_a_generator_keeps_what_two_runs_inherited_from_a_third(
     worker.generator._line = {"run-0": 5}
     wire.sent.clear()
     await worker.generator._handle(resumed_welcome(**theirs))
-    assert [message.key.ticket for message in wire.sent if isinstance(message, p.Finished)] == kept
+    assert [key.ticket for message in wire.sent if isinstance(message, p.Finished) for key in message.keys] == kept
     await worker.close()
     running.cancel()
 
@@ -232,7 +232,7 @@ async def test_a_key_that_is_leased_again_right_after_it_was_cancelled_is_worked
     sampling = p.SamplingParams(max_tokens=4, temperature=1.0, seed=1)
     lease = p.Lease(kind="train", ticket=2, member=0, attempt=1, problem=problem(2), sampling=sampling)
     await generator._handle(p.Cancelled(keys=(key,)))
-    await generator._handle(p.Leases(leases=(lease,)))
+    await generator._handle(p.Leases.of([lease]))
     assert key in generator.work and generator.work[key] is not running
     await asyncio.sleep(0)
     assert running.cancelled() and key in generator.work, "the end of the old request does not take the new one away"

@@ -1,0 +1,306 @@
+"""The sides of the suite `transport`: what stands in the middle, who loads it and who takes from it."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import tempfile
+import threading
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import zmq
+
+from async_rl.config import Config, build_config
+from async_rl.coordinator.handle import CoordinatorProcess
+from benchmarks.coordinator import NoTransfer, publish, write_inputs
+from benchmarks.transport_peers import GROUP_SIZE, MEMBER_TOKENS, MEMBERS, RUN_ID, make_load, whole_group
+
+SPAWN = multiprocessing.get_context("spawn")
+BATCH_GROUPS = 32
+START_S = 120.0
+"""For the first groups to come through a side."""
+QUEUE_GROUPS = 64
+"""Of the Ray queue."""
+WINDOW = 8
+"""Groups that one Ray producer, and the consumer, have under way at once."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Totals at one moment."""
+
+    at: float
+    groups: int
+    cpu_s: dict[str, float]
+    """By who takes part: middle, makers, consumer."""
+
+
+class Side(ABC):
+    """One way from peers to the consumer."""
+
+    name: str
+
+    def __init__(self) -> None:
+        self.groups = 0
+        """Taken by the consumer."""
+        self.pids: dict[str, list[int]] = {"middle": [], "makers": [], "consumer": [os.getpid()]}
+
+    def reading(self) -> Reading:
+        cpu_s = {who: sum(cpu_seconds(pid) for pid in pids) for who, pids in self.pids.items()}
+        return Reading(time.monotonic(), self.count(), cpu_s)
+
+    def count(self) -> int:
+        return self.groups
+
+    def pause(self) -> None:
+        """Makers stand still until `resume`."""
+        for pid in self.pids["makers"]:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(0.3)  # What is under way comes through.
+
+    def resume(self, seconds: float) -> None:
+        for pid in self.pids["makers"]:
+            os.kill(pid, signal.SIGCONT)
+
+    def complete(self) -> bool:
+        """Whether all peers have come."""
+        return True
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def settle(self) -> None:
+        """Wait for the first groups, then stand still."""
+        deadline = time.monotonic() + START_S
+        while self.count() < BATCH_GROUPS or not self.complete():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no groups came through the side {self.name!r} within {START_S:g} s")
+            time.sleep(0.05)
+        self.pause()
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process, all its threads, to a nanosecond where the kernel says it."""
+    try:
+        tasks = Path(f"/proc/{pid}/task").iterdir()
+        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+    except (OSError, IndexError, ValueError):
+        return float(sum(psutil.Process(pid).cpu_times()[:2]))
+
+
+def start_makers(side: Side, address: str, load: tuple[int, int, int, int]) -> list[Any]:
+    """The processes of `peers` peers."""
+    peers, makers, slots, bundle = load
+    names = [f"peer{number}" for number in range(peers)]
+    processes = [
+        SPAWN.Process(target=make_load, args=(side.name, address, names[number::makers], slots, bundle), daemon=True)
+        for number in range(makers)
+    ]
+    for process in processes:
+        process.start()
+    side.pids["makers"] = [process.pid for process in processes]  # type: ignore[misc]
+    return processes
+
+
+def end(processes: list[Any]) -> None:
+    for process in processes:
+        process.kill()
+        process.join(10)
+
+
+class CoordinatorSide(Side):
+    """The real process, its learner's end, and peers that speak the protocol."""
+
+    name = "coordinator"
+
+    def __init__(self, folder: Path, *load: int) -> None:
+        super().__init__()
+        write_inputs(str(folder))
+        self.coordinator = CoordinatorProcess(settings(folder), RUN_ID, lambda _: None)
+        address = self.coordinator.start(NoTransfer())["learner"]
+        publish(self.coordinator, 0)
+        self.pids["middle"] = [self.coordinator.pid]
+        self.makers = start_makers(self, address, load)  # type: ignore[arg-type]
+        self._peers = load[0]
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._consume, daemon=True)
+        self._thread.start()
+        self.settle()
+
+    def complete(self) -> bool:
+        active = [one for one in self.coordinator.status()["generators"] if one["state"] == "active"]
+        return len(active) == self._peers
+
+    def _consume(self) -> None:
+        """Take batch after batch, as a learner that trains in no time."""
+        while not self._over.is_set():
+            request = self.coordinator.request_batch()
+            while not request.wait(0.5):
+                if self._over.is_set():
+                    return
+            groups = request.result() or ()
+            assert all(len(group.members) == GROUP_SIZE for group in groups), "a group lost members"
+            self.groups += len(groups)
+            self.coordinator.trained()
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join(30)
+        end(self.makers)
+        self.coordinator.stop("done", dismiss=False)
+
+
+def settings(folder: Path) -> Config:
+    """Groups of GROUP_SIZE x MEMBER_TOKENS tokens; nothing is ever too old, nobody falls silent."""
+    return build_config(
+        {
+            "run": {"dir": str(folder), "steps": 1_000_000, "stall_timeout_s": 3600.0},
+            "model": {"path": f"{folder}/model"},
+            "data": {"path": f"{folder}/problems.jsonl", "eval_problems": 0},
+            "environment": {"type": "exact_match"},
+            "evaluation": {"every": 0},
+            "sampling": {"group_size": GROUP_SIZE, "max_completion_tokens": MEMBER_TOKENS},
+            "staleness": {"max_staleness": 1_000_000, "overdue": "keep"},
+            "learner": {"batch_groups": BATCH_GROUPS},
+            "generator": {"slots": GROUP_SIZE, "engine": {"type": "simulated"}},
+            "transport": {"port": 0, "heartbeat_timeout_s": 3600.0},
+            "weights": {"deadline_s": 600.0},
+        }
+    )
+
+
+class ZmqSide(Side):
+    """A ROUTER that receives the frames of groups and drops them (raw) or passes them on (relay)."""
+
+    def __init__(self, name: str, *load: int) -> None:
+        super().__init__()
+        self.name = name
+        self._count = SPAWN.Value("q", 0, lock=False)
+        port = SPAWN.Value("i", 0, lock=False)
+        self._context = zmq.Context()
+        self._messages = len(whole_group(load[3]))
+        pull = None
+        if name == "relay":
+            pull = self._context.socket(zmq.PULL)
+            pull.rcvhwm = 64
+            self._folder = tempfile.TemporaryDirectory()
+            pull.bind(f"ipc://{self._folder.name}/relay")
+            threading.Thread(target=self._pull, args=(pull,), daemon=True).start()
+        target = f"ipc://{self._folder.name}/relay" if pull is not None else None
+        self.server = SPAWN.Process(target=serve_raw, args=(self._count, port, target), daemon=True)
+        self.server.start()
+        deadline = time.monotonic() + START_S
+        while port.value == 0:
+            assert time.monotonic() < deadline and self.server.is_alive(), "the raw server did not start"
+            time.sleep(0.01)
+        self.pids["middle"] = [self.server.pid]  # type: ignore[list-item]
+        self.makers = start_makers(self, f"127.0.0.1:{port.value}", load)  # type: ignore[arg-type]
+        self.settle()
+
+    def _pull(self, pull: zmq.Socket) -> None:
+        with contextlib.suppress(zmq.ContextTerminated):
+            while True:
+                pull.recv_multipart()
+
+    def count(self) -> int:
+        return int(self._count.value) // self._messages
+
+    def close(self) -> None:
+        end([*self.makers, self.server])
+        self._context.destroy(linger=0)
+
+
+def serve_raw(count: Any, port: Any, target: str | None) -> None:
+    """The middle's process: receive, count, and send on if there is a target."""
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.rcvhwm = 64
+    port.value = router.bind_to_random_port("tcp://127.0.0.1")
+    push = None
+    if target is not None:
+        push = context.socket(zmq.PUSH)
+        push.sndhwm = 64
+        push.connect(target)
+    while True:
+        message = router.recv_multipart()
+        if push is not None:
+            push.send_multipart(message)
+        count.value += 1
+
+
+class RaySide(Side):
+    """One queue actor; producer actors put whole groups, the consumer gets them, WINDOW calls under way each."""
+
+    name = "ray"
+
+    def __init__(self, makers: int) -> None:
+        super().__init__()
+        import ray
+        from ray.util.queue import Queue
+
+        self.ray = ray
+        ray.init(
+            address="local", num_cpus=makers + 2, include_dashboard=False, log_to_driver=False,
+            object_store_memory=512 << 20, configure_logging=False,
+        )  # fmt: skip
+        self.queue = Queue(QUEUE_GROUPS)
+        middle = ray.get(self.queue.actor.__ray_call__.remote(lambda _: os.getpid()))
+        producer = ray.remote(Producer)
+        self.producers = [producer.remote(self.queue.actor) for _ in range(makers)]
+        self.pids["middle"] = [middle]
+        self.pids["makers"] = ray.get([one.pid.remote() for one in self.producers])
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._consume, daemon=True)
+        self._thread.start()
+        self._round: list[Any] = []
+        self.resume(1.0)
+        self.settle()
+
+    def resume(self, seconds: float) -> None:
+        self._round = [one.produce.remote(seconds) for one in self.producers]
+
+    def pause(self) -> None:
+        self.ray.get(self._round, timeout=START_S)
+        time.sleep(0.3)
+
+    def _consume(self) -> None:
+        waiting = [self.queue.actor.get.remote() for _ in range(WINDOW)]
+        while not self._over.is_set():
+            ready, waiting = self.ray.wait(waiting, timeout=0.5)
+            for one in ready:
+                assert len(self.ray.get(one)) == GROUP_SIZE
+                self.groups += 1
+                waiting.append(self.queue.actor.get.remote())
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join(30)
+        self.ray.shutdown()
+
+
+class Producer:
+    """A Ray actor that puts groups."""
+
+    def __init__(self, queue: Any) -> None:
+        self.queue = queue
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def produce(self, seconds: float) -> None:
+        import ray
+
+        until = time.monotonic() + seconds
+        waiting: list[Any] = []
+        while time.monotonic() < until:
+            waiting.append(self.queue.put.remote(list(MEMBERS)))
+            if len(waiting) == WINDOW:
+                _, waiting = ray.wait(waiting, timeout=30)
+        ray.get(waiting, timeout=60)
