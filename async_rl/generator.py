@@ -159,8 +159,8 @@ class Generator:
             return
         self.leaving = True
         keys = tuple(self.work)
-        for task in list(self.work.values()):
-            task.cancel()
+        for key in keys:
+            self._drop(key)  # At once: a heartbeat that still listed it would take the lease back.
         try:
             if self.run_id is not None and self.welcomed:
                 await self.client.send(p.Returned(run_id=self.run_id, keys=keys))

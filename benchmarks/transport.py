@@ -13,16 +13,14 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import signal
-import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import add_result_arguments, check_clean, result_file
+from benchmarks.common import Headline, Repeated, add_result_arguments, check_clean, result_file
 from benchmarks.transport_peers import MEMBER_TOKENS, whole_group
-from benchmarks.transport_sides import CoordinatorSide, RaySide, Side, ZmqSide
+from benchmarks.transport_sides import CoordinatorSide, Load, RaySide, Side, ZmqSide
 
 WARM_S = 0.5
 """Of every round, before it counts."""
@@ -47,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     check_clean(arguments)
     with tempfile.TemporaryDirectory() as folder:
         figures = measure(arguments, Path(folder))
-    result_file(arguments, "benchmarks.transport", figures)
+    result_file(arguments, "benchmarks.transport", figures, headlines(figures))
     if arguments.figure:
         draw(figures, arguments.figure)
     return 0
@@ -75,14 +73,14 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def open_side(name: str, arguments: argparse.Namespace, folder: Path) -> Side:
-    load = (arguments.peers, arguments.makers, arguments.slots, arguments.bundle)
+    load = Load(arguments.peers, arguments.makers, arguments.slots, arguments.bundle)
     match name:
         case "coordinator":
-            return CoordinatorSide(folder, *load)
+            return CoordinatorSide(folder, load)
         case "ray":
             return RaySide(arguments.makers)
         case "raw" | "relay":
-            return ZmqSide(name, *load)
+            return ZmqSide(name, folder, load)
     raise SystemExit(f"error: no side {name!r}; there are coordinator, raw, relay and ray")
 
 
@@ -112,13 +110,9 @@ def group_bytes() -> int:
     return 8 * MEMBER_TOKENS * 9
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    return {"n": len(values), "median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
 def summary(arguments: argparse.Namespace, samples: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
     """Spreads by side, and ratios of the medians to the coordinator."""
-    sides = {name: {key: spread(values) for key, values in found.items()} for name, found in samples.items()}
+    sides = {name: {key: Repeated.of(values) for key, values in found.items()} for name, found in samples.items()}
     messages = whole_group(arguments.bundle)
     figures: dict[str, Any] = {
         "peers": arguments.peers,
@@ -134,9 +128,24 @@ def summary(arguments: argparse.Namespace, samples: dict[str, dict[str, list[flo
         for other, found in sides.items():
             if other != "coordinator":
                 rate, cost = "groups_per_s", "middle_cpu_ms_per_group"
-                figures[f"rate_against_{other}"] = ours[rate]["median"] / found[rate]["median"]
-                figures[f"cost_against_{other}"] = ours[cost]["median"] / found[cost]["median"]
+                figures[f"rate_against_{other}"] = ours[rate].median / found[rate].median
+                figures[f"cost_against_{other}"] = ours[cost].median / found[cost].median
     return figures
+
+
+def headlines(figures: dict[str, Any]) -> list[Headline]:
+    """What stands for the result."""
+    targets = {"rate_against_raw": ">= 0.8", "rate_against_ray": ">= 5"}
+    rows = [
+        Headline(f"{name}: processor time of the middle per group", found["middle_cpu_ms_per_group"], "ms")
+        for name, found in figures["sides"].items()
+    ]
+    ratios = ("rate_against_raw", "rate_against_relay", "rate_against_ray", "cost_against_raw", "cost_against_relay")
+    return rows + [
+        Headline(f"coordinator, {key.replace('_', ' ')}", figures[key], "times", targets.get(key, ""))
+        for key in ratios
+        if key in figures
+    ]
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:
@@ -154,8 +163,8 @@ def draw(figures: dict[str, Any], path: Path) -> None:
     )
     for axis, (key, title) in zip(axes, panels, strict=True):
         found = [figures["sides"][name][key] for name in names]
-        medians = [one["median"] for one in found]
-        errors = [[one["median"] - one["min"] for one in found], [one["max"] - one["median"] for one in found]]
+        medians = [one.median for one in found]
+        errors = [[one.median - one.min for one in found], [one.max - one.median for one in found]]
         axis.bar(names, medians, yerr=errors, color=["tab:blue", "tab:gray", "tab:gray", "tab:orange"][: len(names)])
         axis.set_title(title, fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -164,5 +173,4 @@ def draw(figures: dict[str, Any], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(SystemExit(143)))
     raise SystemExit(main())

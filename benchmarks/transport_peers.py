@@ -1,11 +1,14 @@
 """Load for the suite `transport`: many peers in one process, each with its own socket, as cheap as Python allows.
 
 A peer answers every `Leases` message at once with finished members of fixed tokens. Only the keys of leases are read,
-and only keys are written: the arrays are made once. So a maker costs less than what it loads, and is not the limit.
+the arrays of messages are made once. So a maker costs less than what it loads, and is not the limit.
+
+    python -m benchmarks.transport_peers SIDE ADDRESS SLOTS BUNDLE NAME...
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -166,3 +169,8 @@ def answer(dealer: zmq.Socket, message: Any, bundle: int) -> bool:
         case _Stop():
             return False
     return True
+
+
+if __name__ == "__main__":
+    side, address, slots, bundle, *names = sys.argv[1:]
+    make_load(side, address, names, int(slots), int(bundle))  # type: ignore[arg-type]

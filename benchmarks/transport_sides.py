@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
-import tempfile
+import subprocess
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,9 @@ import zmq
 from async_rl.config import Config, build_config
 from async_rl.coordinator.handle import CoordinatorProcess
 from benchmarks.coordinator import NoTransfer, publish, write_inputs
-from benchmarks.transport_peers import GROUP_SIZE, MEMBER_TOKENS, MEMBERS, RUN_ID, make_load, whole_group
+from benchmarks.transport_peers import GROUP_SIZE, MEMBER_TOKENS, MEMBERS, RUN_ID, whole_group
+from benchmarks.transport_raw import QUEUED
 
-SPAWN = multiprocessing.get_context("spawn")
 BATCH_GROUPS = 32
 START_S = 120.0
 """For the first groups to come through a side."""
@@ -40,6 +41,18 @@ class Reading:
     groups: int
     cpu_s: dict[str, float]
     """By who takes part: middle, makers, consumer."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Who sends what."""
+
+    peers: int
+    makers: int
+    """Processes that the peers share."""
+    slots: int
+    bundle: int
+    """Finished members in one message."""
 
 
 class Side(ABC):
@@ -95,24 +108,27 @@ def cpu_seconds(pid: int) -> float:
         return float(sum(psutil.Process(pid).cpu_times()[:2]))
 
 
-def start_makers(side: Side, address: str, load: tuple[int, int, int, int]) -> list[Any]:
-    """The processes of `peers` peers."""
-    peers, makers, slots, bundle = load
-    names = [f"peer{number}" for number in range(peers)]
-    processes = [
-        SPAWN.Process(target=make_load, args=(side.name, address, names[number::makers], slots, bundle), daemon=True)
-        for number in range(makers)
+def start_makers(side: Side, address: str, load: Load) -> list[subprocess.Popen[bytes]]:
+    """The processes of the peers."""
+    names = [f"peer{number}" for number in range(load.peers)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.transport_peers",
+        side.name,
+        address,
+        str(load.slots),
+        str(load.bundle),
     ]
-    for process in processes:
-        process.start()
-    side.pids["makers"] = [process.pid for process in processes]  # type: ignore[misc]
+    processes = [subprocess.Popen([*command, *names[number :: load.makers]]) for number in range(load.makers)]
+    side.pids["makers"] = [process.pid for process in processes]
     return processes
 
 
-def end(processes: list[Any]) -> None:
+def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     for process in processes:
         process.kill()
-        process.join(10)
+        process.wait(10)
 
 
 class CoordinatorSide(Side):
@@ -120,15 +136,15 @@ class CoordinatorSide(Side):
 
     name = "coordinator"
 
-    def __init__(self, folder: Path, *load: int) -> None:
+    def __init__(self, folder: Path, load: Load) -> None:
         super().__init__()
         write_inputs(str(folder))
         self.coordinator = CoordinatorProcess(settings(folder), RUN_ID, lambda _: None)
         address = self.coordinator.start(NoTransfer())["learner"]
         publish(self.coordinator, 0)
         self.pids["middle"] = [self.coordinator.pid]
-        self.makers = start_makers(self, address, load)  # type: ignore[arg-type]
-        self._peers = load[0]
+        self.makers = start_makers(self, address, load)
+        self._peers = load.peers
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._consume, daemon=True)
         self._thread.start()
@@ -179,60 +195,38 @@ def settings(folder: Path) -> Config:
 class ZmqSide(Side):
     """A ROUTER that receives the frames of groups and drops them (raw) or passes them on (relay)."""
 
-    def __init__(self, name: str, *load: int) -> None:
+    def __init__(self, name: str, folder: Path, load: Load) -> None:
         super().__init__()
         self.name = name
-        self._count = SPAWN.Value("q", 0, lock=False)
-        port = SPAWN.Value("i", 0, lock=False)
+        self._messages = len(whole_group(load.bundle))
         self._context = zmq.Context()
-        self._messages = len(whole_group(load[3]))
-        pull = None
+        self._count_file = folder / f"{name}.count"
+        self._count_file.write_bytes(bytes(8))
+        command = [sys.executable, "-m", "benchmarks.transport_raw", str(self._count_file)]
         if name == "relay":
             pull = self._context.socket(zmq.PULL)
-            pull.rcvhwm = 64
-            self._folder = tempfile.TemporaryDirectory()
-            pull.bind(f"ipc://{self._folder.name}/relay")
+            pull.rcvhwm = QUEUED
+            command.append(f"tcp://127.0.0.1:{pull.bind_to_random_port('tcp://127.0.0.1')}")
             threading.Thread(target=self._pull, args=(pull,), daemon=True).start()
-        target = f"ipc://{self._folder.name}/relay" if pull is not None else None
-        self.server = SPAWN.Process(target=serve_raw, args=(self._count, port, target), daemon=True)
-        self.server.start()
-        deadline = time.monotonic() + START_S
-        while port.value == 0:
-            assert time.monotonic() < deadline and self.server.is_alive(), "the raw server did not start"
-            time.sleep(0.01)
-        self.pids["middle"] = [self.server.pid]  # type: ignore[list-item]
-        self.makers = start_makers(self, f"127.0.0.1:{port.value}", load)  # type: ignore[arg-type]
+        self.server = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert self.server.stdout is not None
+        port = int(self.server.stdout.readline())
+        self.pids["middle"] = [self.server.pid]
+        self.makers = start_makers(self, f"127.0.0.1:{port}", load)
         self.settle()
 
     def _pull(self, pull: zmq.Socket) -> None:
         with contextlib.suppress(zmq.ContextTerminated):
             while True:
                 pull.recv_multipart()
+        pull.close(linger=0)
 
     def count(self) -> int:
-        return int(self._count.value) // self._messages
+        return int.from_bytes(self._count_file.read_bytes(), "little") // self._messages
 
     def close(self) -> None:
         end([*self.makers, self.server])
-        self._context.destroy(linger=0)
-
-
-def serve_raw(count: Any, port: Any, target: str | None) -> None:
-    """The middle's process: receive, count, and send on if there is a target."""
-    context = zmq.Context()
-    router = context.socket(zmq.ROUTER)
-    router.rcvhwm = 64
-    port.value = router.bind_to_random_port("tcp://127.0.0.1")
-    push = None
-    if target is not None:
-        push = context.socket(zmq.PUSH)
-        push.sndhwm = 64
-        push.connect(target)
-    while True:
-        message = router.recv_multipart()
-        if push is not None:
-            push.send_multipart(message)
-        count.value += 1
+        self._context.term()
 
 
 class RaySide(Side):
