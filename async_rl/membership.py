@@ -133,11 +133,11 @@ class Membership:
 
     def members(self) -> list[Member]:
         """Everyone present, in order of joining."""
-        return sorted(self._members.values(), key=lambda member: member.order)
+        return list(self._members.values())  # Whoever joins, also again, comes last.
 
     def active(self) -> list[Member]:
         """Those that have weights of this run, in order of joining."""
-        return [member for member in self.members() if member.state == "active"]
+        return [member for member in self._members.values() if member.state == "active"]
 
     def is_current(self, name: str, incarnation: str) -> bool:
         """Whether messages of this process count: it is present and nobody took its name over."""
@@ -146,7 +146,7 @@ class Membership:
 
     def expired(self, now: float) -> list[str]:
         """Names of members silent for longer than the heartbeat timeout."""
-        return [m.name for m in self.members() if now - m.last_seen > self.heartbeat_timeout_s]
+        return [m.name for m in self._members.values() if now - m.last_seen > self.heartbeat_timeout_s]
 
     def needs_new_epoch(self) -> bool:
         """Whether the active receivers are not exactly the broadcast group that stands."""

@@ -137,6 +137,11 @@ class Ledger:
             leases.append(self._leases.grant(place, problem, owner, version, now, greedy))
         return [lease for lease in leases if lease.ticket in self._tickets]
 
+    def has_work(self, owner: str, version: int) -> bool:
+        """Whether `lease` would give a generator with `version` anything, or one with an older version."""
+        self._versions[owner] = version
+        return self._waiting.has(version) or self.admits(version)
+
     def admits(self, version: int) -> bool:
         """The admission rule for a generator with `version`: floor(position / B) <= version + run_ahead."""
         if self._exhausted or self._required() > version:

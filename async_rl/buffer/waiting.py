@@ -35,8 +35,22 @@ class WaitingMembers:
 
     def pop(self, version: int) -> Place | None:
         """The first waiting member that a generator with `version` may sample; None: there is none."""
-        first = min((r for r in list(self._queues) if r <= version and self._trim(r)), key=self._head, default=None)
+        first = self._first(version)
         return None if first is None else self._pop(first)
+
+    def has(self, version: int) -> bool:
+        """Whether `pop` would give a member."""
+        return self._first(version) is not None
+
+    def _first(self, version: int) -> int | None:
+        """The queue with the oldest of these members."""
+        first, source = None, None
+        for required in tuple(self._queues):
+            if required <= version and self._trim(required):
+                head = self._head(required)
+                if first is None or head < first:
+                    first, source = head, required
+        return source
 
     def _head(self, required: int) -> Place:
         return self._queues[required][0]

@@ -11,6 +11,7 @@ One turn: take messages and calls, expire silent members, advance publication an
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -41,6 +42,8 @@ log = logging.getLogger(__name__)
 
 TURN_S = 0.25
 """Longest sleep of a turn; deadlines are seen at this resolution."""
+TICK_S = 0.05
+"""Between two looks at all members."""
 MAX_LEASES = 32
 """Leases of one message: hundreds of long rows would exceed what a message may hold."""
 
@@ -111,6 +114,9 @@ class Coordinator(Facade):
         """Owners of leases of an earlier run that have not come back yet."""
         self._dismiss = True
         self._work_changed = True
+        self._hungry: set[str] = set()
+        """Members that may have free slots: whatever frees one is a message of theirs, or a cancelled lease."""
+        self._tick_at = -math.inf
         self._progress_at = self._opened_at = clock()
         self._progress_mark: Any = None
         self._stop_reason: str | None = None
@@ -237,16 +243,22 @@ class Coordinator(Facade):
         for identity, message in self.server.poll(TURN_S):
             self._handle(identity, message)
         now = self.clock()
-        for name in self.members.expired(now):
-            self._gone(name, f"silent for more than {self.members.heartbeat_timeout_s:g} s")
-        self._lose(self.reach.look(self.publications.awaited(), self._probe, now))
-        self._expire_leases(now)
-        self._reopen_absent(now)
+        if now >= self._tick_at:
+            self._tick_at = now + TICK_S
+            self._tick(now)
         self.publishing.act(self.publications.tick(now))
         self._take_results(self.evaluations.tick(now))
         self._lease(now)
         self._serve_batch(now)
         self._serve_idle_waits(now)
+
+    def _tick(self, now: float) -> None:
+        """What depends on time alone and looks at every member: not once for every message of a busy fleet."""
+        for name in self.members.expired(now):
+            self._gone(name, f"silent for more than {self.members.heartbeat_timeout_s:g} s")
+        self._lose(self.reach.look(self.publications.awaited(), self._probe, now))
+        self._expire_leases(now)
+        self._reopen_absent(now)
         self._watch_progress(now)
 
     def _expire_leases(self, now: float) -> None:
@@ -325,6 +337,7 @@ class Coordinator(Facade):
             self.server.send(identity, p.Refused(reason="not a member any more; say Hello again", retry=True))
             return
         self.members.seen(name, now)
+        self._hungry.add(name)
         match message:
             case p.Finished():
                 if fault is not None:
@@ -369,6 +382,7 @@ class Coordinator(Facade):
         if answer.replaced is not None:
             self._release(answer.replaced, f"replaced by process {hello.pid} on {hello.host}")
         self._absent.discard(member.name)
+        self._hungry.add(member.name)
         t = self.config.transport
         welcome = p.Welcome(
             run_id=self.run_id,
@@ -480,6 +494,7 @@ class Coordinator(Facade):
         now = self.clock()
         returned = [*self.ledger.release(member.name, now), *self.evaluations.release(member.name, now)]
         self.reports.meter.forget(member.name, member.incarnation)
+        self._hungry.discard(member.name)
         identity = peer_identity(member.name, member.incarnation)
         self.server.forget(identity)
         self.notify(f"generator {member.name} left: {reason}; {len(returned)} leases are open again")
@@ -510,12 +525,21 @@ class Coordinator(Facade):
         if not self._work_changed:
             return
         self._work_changed = False
-        for member, leases in self.leasing.hand_out(self.members.active(), now):
-            parts = (leases[i : i + MAX_LEASES] for i in range(0, len(leases), MAX_LEASES))
-            if not all(self._send(member, p.Leases.of(part)) for part in parts):
-                self._lose([member.name])
+        self._tell_cancelled()
+        hungry = [member for member in self.members.active() if member.name in self._hungry]
+        if self.leasing.has_work(hungry):
+            for member, leases in self.leasing.hand_out(hungry, now):
+                parts = (leases[i : i + MAX_LEASES] for i in range(0, len(leases), MAX_LEASES))
+                if not all(self._send(member, p.Leases.of(part)) for part in parts):
+                    self._lose([member.name])
+            self._hungry.difference_update([member.name for member in hungry if not self.leasing.free(member)])
+            self._tell_cancelled()
+
+    def _tell_cancelled(self) -> None:
+        """Tell owners of leases whose result is no longer wanted; their slots are free."""
         for name, key in [*self.ledger.take_cancelled(), *self.evaluations.take_cancelled()]:
             self._send_to(name, p.Cancelled(keys=(key,)))
+            self._hungry.add(name)
 
     # --- publication and evaluation -------------------------------------------------------------
 
