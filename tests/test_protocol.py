@@ -92,6 +92,51 @@ def test_leases_round_trip_with_plain_data() -> None:
     np.testing.assert_array_equal(got.problem.prompt_ids, [3, 10, 4])
 
 
+def test_many_results_travel_as_three_arrays_and_come_apart_again() -> None:
+    longer = trajectory(
+        completion_ids=np.arange(6, dtype=np.int32),
+        completion_mask=np.ones(6, np.uint8),
+        behavior_logprobs=-np.ones(6, np.float32),
+        versions=(VersionSpan(5, 0, 6),),
+        reward=0.25,
+        sample_s=1.5,
+        reward_s=0.5,
+    )
+    failed = only(empty(status="failed", reward=None, error="no answer"))
+    sent = {msgspec.structs.replace(KEY, member=m): t for m, t in enumerate([trajectory(), failed, longer])}
+    frames = as_received(encode(Finished.of("run", sent)))
+    assert len(frames) == 4
+    got = dict(decode(frames, FromGenerator).results())
+    assert list(got) == list(sent)
+    for key, before in sent.items():
+        for name in Trajectory.__struct_fields__:
+            np.testing.assert_array_equal(getattr(got[key], name), getattr(before, name), strict=True)
+
+
+def test_one_impossible_result_refuses_its_message() -> None:
+    bad = {KEY: trajectory(), msgspec.structs.replace(KEY, member=4): trajectory(reward=None)}
+    with pytest.raises(ProtocolError, match="reward None, expected a finite"):
+        decode(encode(Finished.of("run", bad)), FromGenerator)
+    with pytest.raises(ProtocolError, match="2 keys come with 1 trajectories"):
+        decode(encode(msgspec.structs.replace(finished(), keys=(KEY, KEY))), FromGenerator)
+
+
+def test_leases_of_a_ticket_carry_its_problem_once() -> None:
+    problems = [Problem(id=str(n), prompt="", prompt_ids=np.arange(1, 4 + n, dtype=np.int32)) for n in range(2)]
+    leases = [
+        Lease(
+            kind="train", ticket=ticket, member=member, attempt=1, problem=problems[ticket],
+            sampling=SamplingParams(max_tokens=8, temperature=0.5, seed=10 * ticket + member, stop_ids=(2,)),
+        )
+        for ticket in range(2) for member in range(3)
+    ]  # fmt: skip
+    frames = as_received(encode(Leases.of(leases)))
+    assert len(frames) == 3
+    got = decode(frames, FromCoordinator).leases
+    assert [(one.ticket, one.member, one.sampling) for one in got] == [(x.ticket, x.member, x.sampling) for x in leases]
+    assert [one.problem.id for one in got] == ["0", "0", "0", "1", "1", "1"]
+
+
 def test_arrays_are_views_and_read_only() -> None:
     frames = as_received(encode(finished()))
     ids = only(decode(frames, FromGenerator)).completion_ids
