@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl import protocol
+from async_rl.buffer import PackedBatch, TrajectoryGroup
 from async_rl.frames import split_frames, value_from_frames, value_to_frames
 from async_rl.protocol import (
     Finished,
@@ -135,6 +136,32 @@ def test_leases_of_a_ticket_carry_its_problem_once() -> None:
     got = decode(frames, FromCoordinator).leases
     assert [(one.ticket, one.member, one.sampling) for one in got] == [(x.ticket, x.member, x.sampling) for x in leases]
     assert [one.problem.id for one in got] == ["0", "0", "0", "1", "1", "1"]
+
+
+def test_a_member_that_is_sampled_otherwise_keeps_its_own_temperature() -> None:
+    one = Problem(id="0", prompt="", prompt_ids=np.array([1], np.int32))
+    leases = [
+        Lease(
+            kind="train", ticket=0, member=member, attempt=1, problem=one,
+            sampling=SamplingParams(max_tokens=8, temperature=temperature, seed=member),
+        )
+        for member, temperature in enumerate([1.0, 1.0, 0.0])
+    ]  # fmt: skip
+    got = decode(as_received(encode(Leases.of(leases))), FromCoordinator).leases
+    assert [lease.sampling.temperature for lease in got] == [1.0, 1.0, 0.0]
+
+
+def test_a_batch_comes_apart_as_it_was_packed() -> None:
+    problems = [Problem(id=str(n), prompt="", prompt_ids=np.array([1], np.int32)) for n in range(3)]
+    groups = (
+        TrajectoryGroup(4, problems[0], (trajectory(reward=0.0), trajectory(reward=1.0))),
+        TrajectoryGroup(2, problems[1], (trajectory(reward=2.0),), trajectory(reward=3.0)),
+        TrajectoryGroup(9, problems[2], (trajectory(reward=4.0),)),
+    )
+    got = decode_value(encode_value(PackedBatch.of(groups)), PackedBatch).groups()
+    told = [(g.ticket, g.problem.id, [m.reward for m in g.members], g.baseline and g.baseline.reward) for g in got]
+    assert told == [(4, "0", [0.0, 1.0], None), (2, "1", [2.0], 3.0), (9, "2", [4.0], None)]
+    np.testing.assert_array_equal(got[2].members[0].completion_ids, trajectory().completion_ids, strict=True)
 
 
 def test_arrays_are_views_and_read_only() -> None:

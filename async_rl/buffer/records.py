@@ -142,13 +142,15 @@ class TrajectoryGroup(msgspec.Struct, frozen=True):
 
 
 class PackedBatch(msgspec.Struct, frozen=True):
-    """Groups as they travel: the arrays of all members one after the other."""
+    """Groups as they travel: the arrays of all their trajectories one after the other."""
 
     tickets: tuple[int, ...]
     problems: tuple[Problem, ...]
     sizes: tuple[int, ...]
     """Members of each group."""
-    members: TrajectoryBlock
+    baselines: tuple[bool, ...]
+    """Whether a group has one; it follows its members."""
+    trajectories: TrajectoryBlock
 
     @classmethod
     def of(cls, groups: Sequence[TrajectoryGroup]) -> PackedBatch:
@@ -157,15 +159,18 @@ class PackedBatch(msgspec.Struct, frozen=True):
             tuple(group.ticket for group in groups),
             tuple(group.problem for group in groups),
             tuple(len(group.members) for group in groups),
-            TrajectoryBlock.of([member for group in groups for member in group.members]),
+            tuple(group.baseline is not None for group in groups),
+            TrajectoryBlock.of([trajectory for group in groups for trajectory in group.sampled]),
         )
 
     def groups(self) -> tuple[TrajectoryGroup, ...]:
         """The groups, their arrays as views."""
-        members = iter(self.members.split())
+        rest = iter(self.trajectories.split())
         return tuple(
-            TrajectoryGroup(ticket, problem, tuple(islice(members, size)))
-            for ticket, problem, size in zip(self.tickets, self.problems, self.sizes, strict=True)
+            TrajectoryGroup(ticket, problem, tuple(islice(rest, size)), next(rest) if baseline else None)
+            for ticket, problem, size, baseline in zip(
+                self.tickets, self.problems, self.sizes, self.baselines, strict=True
+            )
         )
 
 
