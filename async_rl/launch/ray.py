@@ -12,12 +12,14 @@ import contextlib
 import json
 import logging
 import os
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from async_rl.addresses import split_address
 from async_rl.config import Config, ConfigError, load_config
 from async_rl.config.schema import RayLauncher, TransportConfig
 from async_rl.config.threads import VARIABLE
@@ -26,6 +28,8 @@ from async_rl.launch.placement import asks_of, can_ever_fit, describe_asks, desc
 from async_rl.launch.ray_child import Place, RayChild, ray
 from async_rl.launch.supervisor import Deadlines, Supervisor, caught_signals, say
 
+CONNECT_S = 30.0
+"""Longest wait for a cluster at a given address to take a connection."""
 QUIET_S = 5.0
 """A wait for room that is longer than this is told."""
 _POLL_S = 0.2
@@ -72,8 +76,11 @@ def connected(address: str | None) -> Iterator[None]:
     """Connected to a cluster for as long as this block; one that was started for it is stopped after it."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
+        if address is not None and ":" in address and "://" not in address:
+            # Ray itself tries for minutes.
+            socket.create_connection(split_address(address), CONNECT_S).close()
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
-    except (ConnectionError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise ConnectionError(
             f"no Ray cluster at launcher.address = {address!r}: {error}; `ray status` says whether one runs here"
         ) from error
