@@ -35,7 +35,7 @@ class Countdown:
 
 
 def doom(place: str, seed: int) -> None:
-    """Have this process die at a place, after a step or more was saved."""
+    """Have this process die at a place; in its second save it has made the first."""
     match place:
         case "tensors":
             _in_the_tensors(Countdown(2))
@@ -44,7 +44,7 @@ def doom(place: str, seed: int) -> None:
         case "marker":
             _after("replace", Countdown(2), lambda path, _: path.name == names.MARKER)
         case "publication":
-            _in_a_publication(Countdown(3))  # The save of step 1 ends before the second step does.
+            _in_a_publication(Countdown(3))
         case "moment":
             _at_a_moment(random.Random(seed))
         case _:
