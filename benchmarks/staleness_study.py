@@ -45,7 +45,7 @@ from async_rl.leasing import member_seed
 from async_rl.protocol import Problem, SamplingParams, Trajectory
 from async_rl.recipes import tiny_model
 from async_rl.report import BLUE, GREY, ORANGE, RED, style_axis
-from benchmarks.common import add_result_arguments, check_clean, result_file
+from benchmarks.common import ROOT, add_result_arguments, check_clean, result_file
 
 PRESET = "configs/quickstart.toml"
 FIGURE = Path("docs/img/staleness_study.png")
@@ -87,7 +87,7 @@ class Job:
     def config(self) -> Config:
         """The preset with this run's settings; steps end where the learning rate's decay does."""
         own = (f"run.seed={self.seed}", f"run.steps={self.steps}", f"staleness.max_staleness={self.staleness}")
-        return load_config(PRESET, [*SHARED, *ARMS[self.arm].settings, *own])
+        return load_config(str(ROOT / PRESET), [*SHARED, *ARMS[self.arm].settings, *own])
 
 
 class History:
