@@ -5,6 +5,8 @@ from __future__ import annotations
 import ipaddress
 import socket
 
+from async_rl.errors import InputError
+
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach the address."""
@@ -15,10 +17,10 @@ def is_loopback(host: str) -> bool:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of `HOST:PORT` (an IPv6 host in brackets); raises ValueError for anything else."""
+    """Host and port of `HOST:PORT` (an IPv6 host in brackets); raises InputError for anything else."""
     host, _, port = address.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(f"address {address!r} is not HOST:PORT, such as 127.0.0.1:29400")
+        raise InputError(f"address {address!r} is not HOST:PORT, such as 127.0.0.1:29400")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from async_rl.errors import InputError
 from async_rl.logs import LINE
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ def export(
     from async_rl.checkpoints.export import DTYPES, export_checkpoint
 
     if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
+        raise InputError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
     files = export_checkpoint(checkpoint, Path(out), dtype, max_shard_mb << 20)
     size = sum(file.stat().st_size for file in files)
     print(f"step {checkpoint.step} of {checkpoint.path}: {size / 1e6:.1f} MB of weights in {out}")
@@ -315,10 +316,8 @@ def run(arguments: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
         return 130
-    except ValueError as error:
-        from async_rl.errors import is_refusal
-
-        return _fail(str(error), code=2) if is_refusal(error) else _fail_at_run_time(error)
+    except InputError as error:
+        return _fail(str(error), code=2)
     except Exception as error:  # the process boundary: logged in full, shown in one line
         return _fail_at_run_time(error)
     return code if isinstance(code, int) else 0

@@ -16,6 +16,7 @@ from async_rl.buffer import Answer, MemberLease, Reconciled
 from async_rl.buffer.leases import LeaseBook, Outcome
 from async_rl.buffer.waiting import WaitingMembers
 from async_rl.config import Config
+from async_rl.errors import InputError
 from async_rl.protocol import LeaseKey, Problem, ProtocolError, Trajectory
 
 
@@ -146,7 +147,7 @@ class Evaluations:
     def start(self, version: int, problems: Sequence[Problem], now: float) -> None:
         """Open a round: every problem is sampled by generators that have `version` or newer."""
         if not problems:
-            raise ValueError(
+            raise InputError(
                 "an evaluation needs at least one held-out problem; set data.eval_problems or data.eval_path"
             )
         # Numbered by version, so that a result of a learner that died cannot pass for one of another version.

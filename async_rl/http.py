@@ -31,6 +31,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from async_rl.addresses import is_loopback
+from async_rl.errors import InputError
 from async_rl.frames import one_line
 
 log = logging.getLogger(__name__)
@@ -70,10 +71,10 @@ class StatusServer:
     def start(self, host: str = "127.0.0.1", port: int = 0, insecure: bool = False) -> int:
         """Listen and return the port (0 takes any free one).
 
-        Raises ValueError for an address that other machines can reach unless `insecure`, OSError if it cannot be bound.
+        Raises InputError for an address that other machines can reach unless `insecure`, OSError if it cannot be bound.
         """
         if not (insecure or is_loopback(host)):
-            raise ValueError(
+            raise InputError(
                 f"host {host} can be reached by other machines; set transport.keys, use 127.0.0.1, or say "
                 "transport.insecure=true in a network that you trust"
             )

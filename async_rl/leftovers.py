@@ -15,6 +15,8 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from async_rl.errors import InputError
+
 PREFIX = "async-rl-owned-"
 SHARED_MEMORY = Path("/dev/shm")
 _SEGMENTS = "segments"
@@ -29,7 +31,7 @@ class OwnedFolder:
     """A new temporary folder, locked by this process until `remove` or its end."""
 
     def __init__(self, room: int = 0) -> None:
-        """`room`: bytes of the longest name of a socket in it. Raises ValueError where no folder is short enough."""
+        """`room`: bytes of the longest name of a socket in it. Raises InputError where no folder is short enough."""
         base = base_for(room)
         fresh = tempfile.mkdtemp(prefix=".async-rl-", dir=base)
         self._lock = os.open(fresh, os.O_RDONLY | os.O_DIRECTORY)
@@ -59,7 +61,7 @@ def base_for(room: int) -> Path:
     for base in _bases():
         if len(os.fsencode(base)) + 1 + _NAME_BYTES + 1 + room <= LONGEST_SOCKET and os.access(base, os.W_OK | os.X_OK):
             return base
-    raise ValueError(
+    raise InputError(
         f"no folder for sockets: {', '.join(map(str, _bases()))} are too long (the path of a socket has at most "
         f"{LONGEST_SOCKET} bytes) or cannot be written to; set TMPDIR to a short path"
     )

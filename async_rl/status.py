@@ -18,6 +18,7 @@ from rich.text import Text
 
 from async_rl import __version__
 from async_rl.addresses import split_address
+from async_rl.errors import InputError
 from async_rl.metrics import find_row
 
 ANSWER_S = 10.0
@@ -31,17 +32,17 @@ _LEDGER = ("issued", "leased", "buffered", "in_batch", "trained")
 def find_address(target: str | None, runs: Path = Path("runs")) -> str:
     """HOST:PORT of the HTTP port that `target` names: itself, a run directory, or (None) the newest of `runs`.
 
-    Raises ValueError if there is no such directory or no learner was started in it.
+    Raises InputError if there is no such directory or no learner was started in it.
     """
     if target is None:
         files = sorted(runs.glob("*/address"), key=lambda file: file.stat().st_mtime)
         if not files:
-            raise ValueError(f"no run in {runs}/ has been started here; name one: async-rl status HOST:PORT or RUN_DIR")
+            raise InputError(f"no run in {runs}/ has been started here; name one: async-rl status HOST:PORT or RUN_DIR")
         return _http_address(files[-1])
     if (file := Path(target) / "address").is_file():
         return _http_address(file)
     if Path(target).is_dir():
-        raise ValueError(f"{file} does not exist: no learner was started in {target}")
+        raise InputError(f"{file} does not exist: no learner was started in {target}")
     split_address(target)
     return target
 
@@ -50,7 +51,7 @@ def _http_address(file: Path) -> str:
     try:
         return str(json.loads(file.read_text())["http"])
     except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{file} is not what a learner writes there; name HOST:PORT instead") from None
+        raise InputError(f"{file} is not what a learner writes there; name HOST:PORT instead") from None
 
 
 def fetch_status(address: str, timeout_s: float = ANSWER_S) -> dict[str, Any]:

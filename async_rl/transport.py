@@ -21,6 +21,7 @@ import zmq.asyncio
 from zmq.utils import z85
 
 from async_rl.addresses import is_loopback, join_address, split_address
+from async_rl.errors import InputError
 from async_rl.frames import Frame, one_line
 from async_rl.keys import Keys
 from async_rl.protocol import FromCoordinator, FromGenerator, Hello, Message, ProtocolError, Refused, decode, encode
@@ -105,10 +106,10 @@ class Server:
     def bind(self, host: str, port: int, insecure: bool = False) -> int:
         """Listen on host:port (0: any free port) and return the port.
 
-        Raises ValueError for an address that others can reach without keys, TransportError if it cannot be bound.
+        Raises InputError for an address that others can reach without keys, TransportError if it cannot be bound.
         """
         if not (self._secured or insecure or is_loopback(host)):
-            raise ValueError(
+            raise InputError(
                 f"transport.host={host} can be reached by other machines and no keys are set; write a pair with "
                 "`async-rl keys FOLDER` and set transport.keys=FOLDER, use 127.0.0.1, or say transport.insecure=true "
                 "in a network that you trust"
@@ -147,7 +148,7 @@ class Server:
     def send(self, identity: str, message: Message) -> bool:
         """Queue a message; False (and a count) if the peer is gone or takes nothing. Never blocks.
 
-        Raises ValueError if the message is larger than any peer accepts.
+        Raises InputError if the message is larger than any peer accepts.
         """
         frames = _encode_bounded(message, self.max_message_bytes)
         try:
@@ -271,7 +272,7 @@ class Client:
     async def send(self, message: Message, timeout_s: float = 30.0) -> None:
         """Queue a message for the learner, also while it is not there.
 
-        Raises TimeoutError if the queue stays full for `timeout_s`, ValueError if the message is too large.
+        Raises TimeoutError if the queue stays full for `timeout_s`, InputError if the message is too large.
         """
         frames = _encode_bounded(message, self.max_message_bytes)
         try:
@@ -355,7 +356,7 @@ def _encode_bounded(message: Message, limit: int) -> Sequence[Frame]:
     frames = encode(message)
     size = sum(len(frame) for frame in frames)
     if size > limit:
-        raise ValueError(
+        raise InputError(
             f"{type(message).__name__} has {size} bytes, the limit is transport.max_message_bytes={limit}; "
             "raise it on both sides, or shorten what is sent"
         )

@@ -13,6 +13,7 @@ import pytest
 from async_rl import __version__, cli
 from async_rl.config import Config, ConfigError
 from async_rl.doctor import Facts, problems, recommend, rows
+from async_rl.errors import InputError
 
 HEAVY = ("torch", "vllm", "transformers", "ray", "wandb", "matplotlib", "zmq", "numpy", "msgspec")
 
@@ -132,26 +133,20 @@ def test_a_failure_is_one_line_and_a_traceback_in_the_log(
     assert "raise error\nRuntimeError: out of luck" in log.read_text()
 
 
-@pytest.mark.parametrize("name", ["async_rl.envs.dataset", "elsewhere"])
-def test_a_refusal_of_ours_is_the_users_a_librarys_is_not(
-    name: str, config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("kind", "code"), [(InputError, 2), (ConfigError, 2), (ValueError, 1), (UnicodeError, 1)])
+def test_only_what_is_wrong_with_the_input_is_the_users(
+    kind: type[ValueError],
+    code: int,
+    config_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    scope: dict[str, Any] = {"__name__": name}
-    exec("def refuse(*_, **__):\n    raise ValueError('row 3 has no prompt')", scope)
-    fake(monkeypatch, "async_rl.learner.loop", "run_learner", scope["refuse"])
-    ours = name.startswith("async_rl")
-    assert cli.run(["learner", str(config_file)]) == (2 if ours else 1)
-    assert ("ValueError" in capsys.readouterr().err) is not ours
-
-
-def test_an_operation_of_ours_that_fails_is_not_the_users(
-    config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    scope: dict[str, Any] = {"__name__": "async_rl.learner.loop"}
-    exec("def unpack(*_, **__):\n    (only,) = [1, 2]", scope)
-    fake(monkeypatch, "async_rl.learner.loop", "run_learner", scope["unpack"])
-    assert cli.run(["learner", str(config_file)]) == 1
-    assert "error: ValueError: too many values to unpack" in capsys.readouterr().err
+    fake(monkeypatch, "async_rl.learner.loop", "run_learner", fail_with(kind("row 3 has no prompt")))
+    assert cli.run(["learner", str(config_file)]) == code
+    log = config_file.parent / "out/logs/learner-rank0.details.log"
+    shown = "row 3 has no prompt" if code == 2 else f"{kind.__name__}: row 3 has no prompt (traceback in {log})"
+    assert capsys.readouterr().err == f"error: {shown}\n"
+    assert ("raise error" in log.read_text()) is (code == 1)
 
 
 def test_interrupt_ends_with_130(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

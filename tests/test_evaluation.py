@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from async_rl.buffer import MemberLease
+from async_rl.errors import InputError
 from async_rl.evaluation import EvaluationResult, Evaluations, EvaluationSettings, clustered_stderr
 from async_rl.protocol import LeaseKey, TrajectoryStatus
 from tests.ledger_world import make_problem, make_trajectory
@@ -158,7 +159,7 @@ def test_a_round_without_any_result_has_no_accuracy() -> None:
     evaluations.start(0, PROBLEMS, 0.0)
     result = one(evaluations.close_all(1.0))
     assert (result.accuracy, result.stderr, result.version_min, result.missing) == (None, None, None, 6)
-    with pytest.raises(ValueError, match="at least one held-out problem"):
+    with pytest.raises(InputError, match="at least one held-out problem"):
         evaluations.start(1, [], 0.0)
 
 

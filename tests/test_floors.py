@@ -39,6 +39,12 @@ HOMES = {
 }
 """Library -> beginnings of the paths of the modules that may import it."""
 
+OWN_VALUES = (
+    "algos/", "staleness", "buffer/records", "weights/base", "config/schema", "envs/reward_worker", "protocol",
+)  # fmt: skip
+"""Where a value comes from our own code, or ValueError is what a library or a child process wants: the only modules
+that raise it. What the user can mend is an InputError, since exit code 2 follows from that alone."""
+
 LIGHT = (
     "async_rl", "async_rl.cli", "async_rl.config", "async_rl.protocol", "async_rl.metrics", "async_rl.buffer",
     "async_rl.membership", "async_rl.publication", "async_rl.evaluation", "async_rl.leasing", "async_rl.transport",
@@ -102,6 +108,16 @@ def test_floors_have_no_circles() -> None:
 def test_libraries_are_imported_in_their_place_only(library: str) -> None:
     users = [path for path, tree in modules() if any(name.split(".")[0] == library for name in imports(tree))]
     assert [path for path in users if not path.startswith(HOMES[library] or ("-",))] == []
+
+
+def test_what_the_user_can_mend_is_an_input_error() -> None:
+    raising = {
+        path
+        for path, tree in modules()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "ValueError"
+    }
+    assert sorted(path for path in raising if not path.startswith(OWN_VALUES)) == []
 
 
 @pytest.mark.slow

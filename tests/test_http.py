@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from async_rl.errors import InputError
 from async_rl.http import StatusServer, prometheus_text
 
 CONTENT = bytes(range(256)) * 40_000
@@ -166,5 +167,5 @@ def test_close_frees_the_port_and_a_busy_port_is_named(state: State) -> None:
 
 
 def test_other_machines_are_kept_out_unless_the_user_says_so(state: State) -> None:
-    with pytest.raises(ValueError, match=r"host 0.0.0.0 can be reached.*insecure=true"):
+    with pytest.raises(InputError, match=r"host 0.0.0.0 can be reached.*insecure=true"):
         StatusServer(state.status).start("0.0.0.0")

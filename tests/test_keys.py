@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from async_rl.errors import InputError
 from async_rl.keys import create_keys, load_keys
 
 
@@ -26,13 +27,13 @@ def test_the_two_files_fit_each_other_and_are_private(tmp_path: Path) -> None:
 @pytest.mark.parametrize("role", ["learner", "generator"])
 def test_key_files_are_never_replaced(tmp_path: Path, role: str) -> None:
     (tmp_path / f"{role}.key").write_text("in use")
-    with pytest.raises(ValueError, match=rf"{role}.key exists; delete it"):
+    with pytest.raises(InputError, match=rf"{role}.key exists; delete it"):
         create_keys(tmp_path)
     assert [file.read_text() for file in tmp_path.iterdir()] == ["in use"]
 
 
 def test_a_missing_file_is_named_with_the_command_that_writes_it(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=rf"no key file at {tmp_path}/generator.key.*`async-rl keys {tmp_path}`"):
+    with pytest.raises(InputError, match=rf"no key file at {tmp_path}/generator.key.*`async-rl keys {tmp_path}`"):
         load_keys(tmp_path, "generator")
 
 
@@ -40,7 +41,7 @@ def test_a_missing_file_is_named_with_the_command_that_writes_it(tmp_path: Path)
 def test_a_file_that_others_can_open_is_refused(tmp_path: Path, mode: int) -> None:
     path, _ = create_keys(tmp_path)
     path.chmod(mode)
-    with pytest.raises(ValueError, match=rf"mode {mode:o}.*chmod 600 {path}"):
+    with pytest.raises(InputError, match=rf"mode {mode:o}.*chmod 600 {path}"):
         load_keys(tmp_path, "learner")
 
 
@@ -53,16 +54,16 @@ def test_a_damaged_file_is_refused_and_its_secret_not_shown(tmp_path: Path, chan
     path, _ = create_keys(tmp_path)
     content = {**json.loads(path.read_text()), **changes}
     path.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="is not a key file") as refused:
+    with pytest.raises(InputError, match="is not a key file") as refused:
         load_keys(tmp_path, "learner")
     assert content["secret"] not in str(refused.value)
     path.write_bytes(b"\xff")
-    with pytest.raises(ValueError, match="is not a key file"):
+    with pytest.raises(InputError, match="is not a key file"):
         load_keys(tmp_path, "learner")
 
 
 def test_mixed_up_files_are_named(tmp_path: Path) -> None:
     learner, generator = create_keys(tmp_path)
     generator.write_bytes(learner.read_bytes())
-    with pytest.raises(ValueError, match="holds the key of a learner"):
+    with pytest.raises(InputError, match="holds the key of a learner"):
         load_keys(tmp_path, "generator")

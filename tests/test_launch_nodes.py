@@ -15,6 +15,7 @@ import pytest
 
 from async_rl.config import Config, ConfigError, build_config
 from async_rl.config.schema import RayLauncher, RayResources
+from async_rl.errors import InputError
 from async_rl.launch import runner as runner_module
 from async_rl.launch.keeper import Order
 from async_rl.launch.placement import (
@@ -258,7 +259,7 @@ os.kill(os.getpid(), 9)
 
 
 def test_a_folder_that_the_node_lacks_is_named(runner: Runner) -> None:
-    with pytest.raises(ValueError, match=r"has no folder /no/such/folder, in which the run was started"):
+    with pytest.raises(InputError, match=r"has no folder /no/such/folder, in which the run was started"):
         start(runner, "pass", cwd="/no/such/folder")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from async_rl import leftovers
+from async_rl.errors import InputError
 from async_rl.leftovers import LONGEST_SOCKET, PREFIX, SHARED_MEMORY, OwnedFolder, base_for, sweep
 from tests.conftest import Spawn
 
@@ -79,5 +80,5 @@ def test_sockets_lie_in_a_folder_that_is_short_enough(tmp_path: Path, monkeypatc
     assert len(os.fsencode(folder.path / ("u" * 36))) <= LONGEST_SOCKET
     folder.remove()
     monkeypatch.setattr(leftovers, "_bases", lambda: [deep])
-    with pytest.raises(ValueError, match=r"x are too long .* at most 107 bytes.* set TMPDIR to a short path"):
+    with pytest.raises(InputError, match=r"x are too long .* at most 107 bytes.* set TMPDIR to a short path"):
         base_for(room=36)

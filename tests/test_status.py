@@ -14,6 +14,7 @@ from rich.console import Console
 
 from async_rl import __version__, cli, status
 from async_rl.addresses import free_port
+from async_rl.errors import InputError
 from tests.loop.rig import Learner, Scorer, fleet, make_config
 
 
@@ -115,14 +116,14 @@ def test_the_address_is_found_by_run_directory_or_as_the_newest_run(tmp_path: Pa
     assert status.find_address(str(runs / "old")) == "h:2"
     assert status.find_address(None, runs) == "h:3"
     assert status.find_address("elsewhere:29401") == "elsewhere:29401"
-    with pytest.raises(ValueError, match="no learner was started in"):
+    with pytest.raises(InputError, match="no learner was started in"):
         status.find_address(str(runs / "empty"))
-    with pytest.raises(ValueError, match="is not HOST:PORT"):
+    with pytest.raises(InputError, match="is not HOST:PORT"):
         status.find_address(str(runs / "missing"))
-    with pytest.raises(ValueError, match="no run in"):
+    with pytest.raises(InputError, match="no run in"):
         status.find_address(None, runs / "old")
     (runs / "empty" / "address").write_text("[1]")
-    with pytest.raises(ValueError, match="is not what a learner writes"):
+    with pytest.raises(InputError, match="is not what a learner writes"):
         status.find_address(str(runs / "empty"))
 
 

@@ -17,6 +17,7 @@ import zmq
 
 from async_rl import protocol as p
 from async_rl.addresses import is_loopback, join_address, split_address
+from async_rl.errors import InputError
 from async_rl.keys import create_keys, load_keys
 from async_rl.transport import Client, Server, TransportError
 
@@ -181,7 +182,7 @@ async def test_oversized_messages_are_refused_on_both_sides(running: Running) ->
     client = connected(running.address)
     await client.send(HELLO)
     big = p.Goodbye(reason="x" * LIMIT)
-    with pytest.raises(ValueError, match=f"Goodbye has .* the limit is transport.max_message_bytes={LIMIT}"):
+    with pytest.raises(InputError, match=f"Goodbye has .* the limit is transport.max_message_bytes={LIMIT}"):
         await client.send(big)
     careless = Client("g0", "a2", 10 * LIMIT)
     careless.connect(running.address)
@@ -308,7 +309,7 @@ def test_a_busy_port_is_named_with_the_way_out() -> None:
 def test_other_machines_are_kept_out_unless_the_user_says_so() -> None:
     server = Server(LIMIT)
     with pytest.raises(
-        ValueError, match=r"transport.host=0.0.0.0 can be reached.*transport.keys=FOLDER.*insecure=true"
+        InputError, match=r"transport.host=0.0.0.0 can be reached.*transport.keys=FOLDER.*insecure=true"
     ):
         server.bind("0.0.0.0", 0)
     server.close()
@@ -321,7 +322,7 @@ def test_other_machines_are_kept_out_unless_the_user_says_so() -> None:
 )
 def test_a_wrong_address_is_refused(address: str) -> None:
     client = Client("g0", "a1", LIMIT)
-    with pytest.raises(ValueError, match="is not HOST:PORT"):
+    with pytest.raises(InputError, match="is not HOST:PORT"):
         client.connect(address)
     client.close()
 

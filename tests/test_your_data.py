@@ -24,6 +24,7 @@ from async_rl.envs.base import Environment, build_environment
 from async_rl.envs.reward_worker import RewardItem
 from async_rl.envs.rewards import START_DEADLINE_S
 from async_rl.envs.tokenize import render_prompt
+from async_rl.errors import InputError
 from async_rl.protocol import Problem
 from async_rl.recipes import smollm2
 from tests.conftest import Spawn
@@ -184,7 +185,7 @@ def test_the_table_of_chat_templates(has: str, setting: Any, text: str, messages
     outcomes = {"becomes": "<bos>[user]a\n[assistant]", "rendered": "<bos>[user]a\n[assistant]", "taken": "a"}
     for prompt, outcome in (("a", text), ([{"role": "user", "content": "a"}], messages)):
         if outcome == "refused":
-            with pytest.raises(ValueError):
+            with pytest.raises(InputError):
                 render_prompt(tokenizer, prompt, data)
         else:
             assert render_prompt(tokenizer, prompt, data).text == outcomes[re.split("[ ,]", outcome)[0]]

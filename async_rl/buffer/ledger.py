@@ -389,7 +389,7 @@ class Ledger:
     def restore(self, data: bytes) -> None:
         """Continue from `state`, in a new ledger whose `draw` continues after `issued` problems.
 
-        Leases stay with their owners: reconcile those that come back, release those that do not. Raises ValueError
+        Leases stay with their owners: reconcile those that come back, release those that do not. Raises InputError
         when the settings differ in what the bound depends on.
         """
         assert self._issued == 0, "restore into a ledger that has issued tickets"

@@ -6,6 +6,7 @@ import msgspec
 
 from async_rl.buffer.leases import OpenMember
 from async_rl.buffer.records import LedgerSettings, TrajectoryGroup
+from async_rl.errors import InputError
 from async_rl.protocol import Problem, Trajectory
 
 
@@ -57,11 +58,11 @@ def same_settings(saved: LedgerSettings, now: LedgerSettings) -> bool:
 
 
 def check_same_settings(saved: LedgerSettings, now: LedgerSettings) -> None:
-    """Raise ValueError if a state cannot be continued under other settings."""
+    """Raise InputError if a state cannot be continued under other settings."""
     for name in _BINDING:
         before, after = getattr(saved, name), getattr(now, name)
         if before != after:
-            raise ValueError(
+            raise InputError(
                 f"{name} = {after!r}, but the checkpoint's tickets were issued under {name} = {before!r}, which their "
                 "members and their staleness bound depend on; resume with the old value, or let the tickets under way "
                 "be dropped with checkpoint.accept_changed=tickets"

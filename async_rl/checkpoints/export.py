@@ -16,6 +16,7 @@ from torch import Tensor
 from async_rl.checkpoints import names
 from async_rl.checkpoints.find import Checkpoint
 from async_rl.checkpoints.tensors import MODEL_PREFIX, read_tensors, stored_tensors
+from async_rl.errors import InputError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_SHARD_BYTES = 5 << 30
@@ -42,11 +43,11 @@ def export_checkpoint(
 ) -> list[Path]:
     """Write weights (safetensors), config and tokenizer to `out`; returns the weight files.
 
-    `dtype` is one of DTYPES, by default the run's model.dtype. Holds one shard in memory. Raises ValueError when `out`
+    `dtype` is one of DTYPES, by default the run's model.dtype. Holds one shard in memory. Raises InputError when `out`
     is there already, CheckpointError when the checkpoint cannot be read.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} exists; export to a folder that does not, or remove it first")
+        raise InputError(f"{out} exists; export to a folder that does not, or remove it first")
     chosen = dtype or _run_dtype(checkpoint.path)
     draft = out.with_name(f"{out.name}.tmp")
     if draft.exists():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from async_rl.checkpoints.lineage import Lineage, read_lineage
 from async_rl.checkpoints.names import CheckpointError, Marker, damage, folder_of, name_of, read_marker, step_of
+from async_rl.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def choose_checkpoint(run_dir: Path) -> Choice:
 
 
 def checkpoint_at(run_dir: Path, step: int) -> Checkpoint:
-    """The checkpoint of one step, whatever its line; ValueError with the steps that there are, if it is not whole."""
+    """The checkpoint of one step, whatever its line; InputError with the steps that there are, if it is not whole."""
     path = folder_of(run_dir) / name_of(step)
     marker = read_marker(path) if path.is_dir() else "there is no such folder"
     wrong = marker if isinstance(marker, str) else damage(path, marker)
@@ -84,25 +85,25 @@ def checkpoint_at(run_dir: Path, step: int) -> Checkpoint:
         assert isinstance(marker, Marker), "a string is a reason"
         return Checkpoint(path, marker)
     steps = sorted(found.step for found in complete(run_dir, None))
-    raise ValueError(
+    raise InputError(
         f"{path} cannot be used: {wrong}; complete checkpoints of {run_dir}: {', '.join(map(str, steps)) or 'none'}"
     )
 
 
 def find_named(text: str) -> Checkpoint:
-    """The checkpoint that RUN or RUN@STEP names; without a step the one that would be resumed. Raises ValueError."""
+    """The checkpoint that RUN or RUN@STEP names; without a step the one that would be resumed. Raises InputError."""
     name, at, step = text.rpartition("@")
     run_dir = Path(name if at else text)
     if at and not step.isdecimal():
-        raise ValueError(f"{text!r}: expected RUN or RUN@STEP, such as {name}@10")
+        raise InputError(f"{text!r}: expected RUN or RUN@STEP, such as {name}@10")
     if not run_dir.is_dir():
-        raise ValueError(f"{run_dir} does not exist; expected the run.dir of a run")
+        raise InputError(f"{run_dir} does not exist; expected the run.dir of a run")
     if at:
         return checkpoint_at(run_dir, int(step))
     choice = choose_checkpoint(run_dir)
     if choice.checkpoint is None:
         why = f": {'; '.join(choice.skipped)}" if choice.skipped else ""
-        raise ValueError(f"{run_dir} has no complete checkpoint{why}")
+        raise InputError(f"{run_dir} has no complete checkpoint{why}")
     return choice.checkpoint
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from async_rl.checkpoints.disk import Disk
+from async_rl.errors import InputError
 
 FILE = "lineage.json"
 
@@ -47,14 +48,14 @@ class Lineage(msgspec.Struct, frozen=True):
 
 
 def read_lineage(run_dir: Path) -> Lineage | None:
-    """The newest line of a run directory; None when there is none yet. Raises ValueError when the file is damaged."""
+    """The newest line of a run directory; None when there is none yet. Raises InputError when the file is damaged."""
     path = run_dir / FILE
     try:
         return msgspec.json.decode(path.read_bytes(), type=Lineage)
     except FileNotFoundError:
         return None
     except msgspec.MsgspecError as error:
-        raise ValueError(
+        raise InputError(
             f"{path} is damaged ({error}); remove it, and the newest complete checkpoint is resumed whatever its line"
         ) from error
 

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from async_rl.checkpoints.disk import Disk
 from async_rl.checkpoints.names import CheckpointError
+from async_rl.errors import InputError
 
 # Said for every use by one process alone, which is what is meant.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch.distributed.checkpoint")
@@ -121,7 +122,7 @@ def load_model_and_optimizer(
 ) -> None:
     """Put a checkpoint's tensors into a model and a fresh AdamW. Collective.
 
-    Raises ValueError, with both sides, when the checkpoint is of another model.
+    Raises InputError, with both sides, when the checkpoint is of another model.
     """
     stored = stored_tensors(folder)
     _check_same_model({name: tuple(tensor.shape) for name, tensor in model_tensors(model).items()}, stored)
@@ -145,7 +146,7 @@ def _check_same_model(model: Mapping[str, tuple[int, ...]], stored: Mapping[str,
     for name in [*saved, *model]:
         before, now = saved.get(name), model.get(name)
         if before != now:
-            raise ValueError(
+            raise InputError(
                 f"the checkpoint is of another model: {name} is {_shape(before)} there and {_shape(now)} in "
                 "model.path; resume with the model as it was, or start another run.dir from that model"
             )

@@ -50,7 +50,7 @@ def capture(ledger: Ledger, problems: dict[str, Any]) -> bytes:
 def restore(data: Frame, ledger: Ledger, problems: Source, accept: Collection[Change] = ()) -> list[str]:
     """Continue from `capture`, in a new ledger and source; returns in words what was given up for accepted changes.
 
-    Raises ValueError, with both values, for other problems or other binding settings that `accept` does not name.
+    Raises InputError, with both values, for other problems or other binding settings that `accept` does not name.
     """
     work = read_work(data)
     state = work.ledger_state()

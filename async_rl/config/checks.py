@@ -19,6 +19,7 @@ from async_rl.config.schema import (
     StalenessConfig,
     VllmEngine,
 )
+from async_rl.errors import InputError
 
 ALARM_THRESHOLDS = {
     "effective_sample_size": "min_effective_sample_size",
@@ -33,7 +34,7 @@ ALARM_THRESHOLDS = {
 """Alarm -> the setting of its threshold."""
 
 
-class ConfigError(ValueError):
+class ConfigError(InputError):
     """The user's settings cannot be used; the message is one line that says why and what would work."""
 
 

@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 
 from async_rl.buffer import PackedBatch, TrajectoryGroup
-from async_rl.config import Config, ConfigError
+from async_rl.config import Config
 from async_rl.coordinator.resumed import Resumed
-from async_rl.errors import is_refusal
+from async_rl.errors import InputError
 from async_rl.evaluation import EvaluationResult
 from async_rl.protocol import Manifest, Message
 from async_rl.transport import TransportError
@@ -196,13 +196,13 @@ class RemoteError(msgspec.Struct, frozen=True):
     def of(cls, error: BaseException) -> RemoteError:
         """The error as data."""
         lines = "".join(traceback.format_exception(error))
-        return cls(type(error).__name__, str(error), is_refusal(error), lines)
+        return cls(type(error).__name__, str(error), isinstance(error, InputError), lines)
 
     def to_error(self) -> Exception:
         """An exception of the same meaning; the traceback of the other process is a note of it."""
         error: Exception
         if self.refusal:
-            error = ConfigError(self.text)
+            error = InputError(self.text)
         elif self.kind in _KNOWN:
             error = _KNOWN[self.kind](self.text)
         else:

@@ -134,7 +134,7 @@ class Coordinator(Facade):
     def open(self) -> dict[str, str]:
         """Open the ports; returns the addresses {"learner": "host:port", "http": "host:port"}.
 
-        Raises ValueError for an address that must not be bound, TransportError or OSError for one that cannot.
+        Raises InputError for an address that must not be bound, TransportError or OSError for one that cannot.
         """
         t = self.config.transport
         port = self.server.bind(t.host, t.port, t.insecure)

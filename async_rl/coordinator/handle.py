@@ -42,7 +42,7 @@ class CoordinatorProcess(Facade):
     ) -> None:
         """Start the process and wait until it has loaded the problems, and what the run before left.
 
-        Raises ConfigError when the settings, the problems or the state were refused.
+        Raises InputError when the settings, the problems or the state were refused.
         """
         self.log = Path(config.run.dir) / "logs" / "coordinator.log"
         self._notify = notify
@@ -75,7 +75,7 @@ class CoordinatorProcess(Facade):
     def start(self, transfer: Transfer) -> dict[str, str]:
         """Open the ports and begin; `transfer` does the blocking work of publications.
 
-        Returns the addresses {"learner": "host:port", "http": "host:port"}. Raises ConfigError for an address that
+        Returns the addresses {"learner": "host:port", "http": "host:port"}. Raises InputError for an address that
         must not be bound, TransportError or OSError for one that cannot.
         """
         self._transfer = transfer

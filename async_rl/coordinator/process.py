@@ -85,7 +85,7 @@ class RemoteTransfer:
 
 
 class Parts:
-    """Problems, ledger and evaluations of a run. Raises ValueError for problems or a state that cannot be used."""
+    """Problems, ledger and evaluations of a run. Raises InputError for problems or a state that cannot be used."""
 
     def __init__(self, config: Config, resumed: Resumed | None) -> None:
         tokenizer = load_tokenizer(config.model.path)

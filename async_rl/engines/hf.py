@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from async_rl.config import schema
 from async_rl.engines.base import Engine, EngineError, LoadReport, Sample, SampleRequest
 from async_rl.engines.hf_batch import Batch, Row
+from async_rl.errors import InputError
 from async_rl.protocol import EpochInfo, Manifest
 from async_rl.weights.base import ReceivedWeights, check_manifest
 from async_rl.weights.broadcast import Receiver
@@ -136,17 +137,17 @@ class HfEngine(Engine):
     def _check_request(self, request: SampleRequest) -> None:
         length, limit = len(request.prompt_ids) + request.sampling.max_tokens, self._max_length
         if not len(request.prompt_ids):
-            raise ValueError(
+            raise InputError(
                 f"request {request.request_id!r} has an empty prompt; the model needs a token to start from"
             )
         lowest, highest = int(request.prompt_ids.min()), int(request.prompt_ids.max())
         if lowest < 0 or highest >= self._vocab_size:
-            raise ValueError(
+            raise InputError(
                 f"request {request.request_id!r} has prompt tokens {lowest}..{highest}, the model knows "
                 f"0..{self._vocab_size - 1}; learner and generator must use the tokenizer of the same model.path"
             )
         if limit is not None and length > limit:
-            raise ValueError(
+            raise InputError(
                 f"request {request.request_id!r} needs {length} prompt and completion tokens, the model holds {limit}; "
                 "lower sampling.max_completion_tokens or data.max_prompt_tokens"
             )

@@ -22,6 +22,7 @@ from async_rl.config import schema
 from async_rl.engines import vllm_process
 from async_rl.engines.awake import within
 from async_rl.engines.base import Engine, EngineError, LoadReport, Sample, SampleRequest
+from async_rl.errors import InputError
 from async_rl.leftovers import OwnedFolder
 from async_rl.protocol import EpochInfo, Manifest, SamplingParams, VersionSpan
 from async_rl.weights.errors import WeightsError
@@ -126,7 +127,7 @@ class VllmEngine(Engine):
     def _check_length(self, request: SampleRequest) -> None:
         prompt, completion = len(request.prompt_ids), request.sampling.max_tokens
         if prompt + completion > self.max_model_len:
-            raise ValueError(
+            raise InputError(
                 f"request {request.request_id!r} needs {prompt} prompt + {completion} completion tokens, the engine "
                 f"holds {self.max_model_len}; raise generator.engine.max_model_len"
             )

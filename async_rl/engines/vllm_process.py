@@ -21,6 +21,7 @@ from safetensors import safe_open
 
 from async_rl.config import schema
 from async_rl.engines.vllm_memory import kv_cache_bytes
+from async_rl.errors import InputError
 from async_rl.leftovers import OwnedFolder, sweep
 
 BACKEND = "async_rl"
@@ -36,7 +37,7 @@ GRACE_S = 1.0
 def prepare_environment(threads: int) -> OwnedFolder:
     """Set what vLLM reads from the environment, before its first import; return the folder of its sockets.
 
-    Raises ValueError where no folder is short enough for them.
+    Raises InputError where no folder is short enough for them.
     """
     sweep()
     sockets = OwnedFolder(room=SOCKET_NAME_BYTES)
@@ -131,7 +132,7 @@ def published_shapes(model: Path) -> dict[str, tuple[int, ...]]:
         with safe_open(file, framework="numpy") as tensors:
             shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
     if not shapes:
-        raise ValueError(f"model.path {str(model)!r} holds no *.safetensors file; write it with save_pretrained")
+        raise InputError(f"model.path {str(model)!r} holds no *.safetensors file; write it with save_pretrained")
     if json.loads((model / "config.json").read_text()).get("tie_word_embeddings"):
         shapes.pop("lm_head.weight", None)  # some files hold it, but it is the embedding
     return {name: shape for name, shape in shapes.items() if not name.endswith("rotary_emb.inv_freq")}

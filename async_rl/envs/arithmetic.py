@@ -15,6 +15,7 @@ from async_rl.envs.answers import last_number, to_number
 from async_rl.envs.base import Environment, ProblemSource
 from async_rl.envs.rewards import RewardResult
 from async_rl.envs.tokenize import render_prompt
+from async_rl.errors import InputError
 from async_rl.protocol import Problem
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ class ArithmeticProblems(ProblemSource):
         kind = self._settings.kinds[k % len(self._settings.kinds)]
         posed = pose(random.Random(f"{self._seed},{k}"), kind, self._settings, held_out=False)
         if posed is None:
-            raise ValueError(self._too_small(kind, "training"))
+            raise InputError(self._too_small(kind, "training"))
         return self._problem(posed)
 
     def _hold_out(self, data: DataConfig) -> list[Problem]:
@@ -140,7 +141,7 @@ class ArithmeticProblems(ProblemSource):
             for k in range(50 * quota):
                 posed = pose(random.Random(f"held out,{k}"), kind, self._settings, held_out=True)
                 if posed is None:
-                    raise ValueError(self._too_small(kind, "held-out"))
+                    raise InputError(self._too_small(kind, "held-out"))
                 found[posed.id] = posed
                 if len(found) == quota:
                     break
@@ -150,7 +151,7 @@ class ArithmeticProblems(ProblemSource):
     def _problem(self, posed: Posed) -> Problem:
         text, ids = render_prompt(self._tokenizer, posed.text, self._data)
         if len(ids) > self._limit:
-            raise ValueError(f"the prompt {text!r} has {len(ids)} tokens; {self._limit_in_words}")
+            raise InputError(f"the prompt {text!r} has {len(ids)} tokens; {self._limit_in_words}")
         return Problem(id=posed.id, prompt=text, prompt_ids=ids, answer=posed.answer)
 
     def _too_small(self, kind: Kind, share: str) -> str:
@@ -168,13 +169,13 @@ class Arithmetic(Environment):
         assert isinstance(config.environment, ArithmeticEnvironment)
         self.settings = config.environment
         if "word" in self.settings.kinds and (self.settings.style != "question" or self.settings.max_operand < 2):
-            raise ValueError(
+            raise InputError(
                 "environment.kinds: 'word' needs environment.style = 'question' and environment.max_operand >= 2 "
                 f"(they are {self.settings.style!r} and {self.settings.max_operand})"
             )
 
     def problems(self, tokenizer: PreTrainedTokenizerBase) -> ArithmeticProblems:
-        """Set up the problems; raises ValueError when max_operand leaves none."""
+        """Set up the problems; raises InputError when max_operand leaves none."""
         return ArithmeticProblems(self.config, self.settings, tokenizer)
 
     async def score(self, problem: Problem, completion: str, *, truncated: bool = False) -> RewardResult:

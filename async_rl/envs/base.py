@@ -15,6 +15,7 @@ from async_rl.config.schema import (
 )
 from async_rl.envs.reward_worker import RewardItem, RewardSpec
 from async_rl.envs.rewards import RewardPool, RewardResult
+from async_rl.errors import InputError
 from async_rl.protocol import Problem
 
 if TYPE_CHECKING:
@@ -56,9 +57,9 @@ class ProblemSource(ABC):
         return {"identity": self.identity, "position": self.position()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken; raises ValueError for other problems than these."""
+        """Continue where `state` was taken; raises InputError for other problems than these."""
         if state["identity"] != self.identity:
-            raise ValueError(
+            raise InputError(
                 f"the checkpoint's problems (identity {state['identity']}) are not those of this configuration "
                 f"({self.identity}): data, environment, seed or prompt settings changed; "
                 "set them as they were, start a new run.dir, or let the tickets under way be dropped with "
@@ -83,7 +84,7 @@ class Environment(ABC):
 
     @abstractmethod
     def problems(self, tokenizer: PreTrainedTokenizerBase) -> ProblemSource:
-        """Load or set up the problems, prompts rendered; raises ValueError that names file, row and column."""
+        """Load or set up the problems, prompts rendered; raises InputError that names file, row and column."""
 
     async def score(self, problem: Problem, completion: str, *, truncated: bool = False) -> RewardResult:
         """Score the text of one completion; whatever goes wrong in a reward is a result with an error, no raise."""
@@ -100,7 +101,7 @@ class Environment(ABC):
         )
 
     async def start(self) -> None:
-        """Start what scoring needs; raises ValueError when the reward cannot be loaded."""
+        """Start what scoring needs; raises InputError when the reward cannot be loaded."""
         if self.pool is not None:
             await self.pool.start()
 

@@ -17,6 +17,7 @@ from async_rl.config.schema import Config, DataConfig
 from async_rl.envs.base import ProblemSource
 from async_rl.envs.rows import Rows, check_plain, check_prompt, read_rows
 from async_rl.envs.tokenize import Prompt, render_prompt
+from async_rl.errors import InputError
 from async_rl.protocol import Problem
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def load_problems(
     """Load, check and split the problems that `data` names; `decorate` changes a prompt before it is rendered."""
     data = config.data
     if data.path is None:
-        raise ValueError(
+        raise InputError(
             f"environment.type = {config.environment.__struct_config__.tag!r} needs data.path, a file of problems"
         )
     loader = _Loader(config, tokenizer, decorate, needs_answer)
@@ -72,7 +73,7 @@ class _Loader:
         kept = [problem for problem in problems if len(problem.prompt_ids) <= limit]
         if not kept:
             shortest = min(len(problem.prompt_ids) for problem in problems)
-            raise ValueError(
+            raise InputError(
                 f"{path}: all {len(problems)} prompts are too long, the shortest has {shortest} tokens; "
                 f"{limit_in_words(self.config)}"
             )
@@ -85,7 +86,7 @@ class _Loader:
             hint = "" if self.needs_answer else '; set it to "none" if the reward needs no answer'
             rows.require(self.data.answer_column, "data.answer_column", hint)
         elif self.needs_answer:
-            raise ValueError("data.answer_column: this environment compares with an answer; name its column")
+            raise InputError("data.answer_column: this environment compares with an answer; name its column")
 
     def _problem(self, rows: Rows, number: int, row: dict[str, Any]) -> Problem:
         column, answer_column = self.data.prompt_column, self.data.answer_column
@@ -109,7 +110,7 @@ def _hold_out(problems: list[Problem], data: DataConfig, only_evaluates: bool) -
     """Choose held-out problems by the hash of their prompts, so that neither seed nor row order matters."""
     distinct = {p.prompt: p for p in reversed(problems)}
     if data.eval_problems >= len(distinct) and data.eval_problems and not only_evaluates:
-        raise ValueError(
+        raise InputError(
             f"data.eval_problems = {data.eval_problems} leaves nothing to train on: {data.path} has {len(distinct)} "
             f"different prompts; at most {len(distinct) - 1} can be held out, or give data.eval_path"
         )
@@ -134,9 +135,9 @@ def _check_enough(config: Config, count: int) -> None:
         return
     epochs, groups = config.data.epochs, config.learner.batch_groups
     if count == 0:
-        raise ValueError(f"{config.data.path}: every prompt is also held out; nothing is left to train on")
+        raise InputError(f"{config.data.path}: every prompt is also held out; nothing is left to train on")
     if epochs is not None and count * epochs < groups:
-        raise ValueError(
+        raise InputError(
             f"{config.data.path} has {count} training problems; data.epochs = {epochs} gives {count * epochs}, less "
             f"than one batch of learner.batch_groups = {groups}; set data.epochs = {-(-groups // count)} or more, "
             "or leave it out"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from async_rl.config.schema import Config, FunctionEnvironment
 from async_rl.envs.base import Environment, ProblemSource
 from async_rl.envs.reward_worker import RewardSpec
+from async_rl.errors import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,9 +23,9 @@ class Function(Environment):
         reward = config.environment.reward
         path, _, name = reward.rpartition(":")
         if not path or not name:
-            raise ValueError(f"environment.reward = {reward!r} must be 'file.py:function' or 'package.module:function'")
+            raise InputError(f"environment.reward = {reward!r} must be 'file.py:function' or 'package.module:function'")
         if path.endswith(".py") and not Path(path).is_file():
-            raise ValueError(f"environment.reward: no file {path!r} in {str(Path.cwd())!r}")
+            raise InputError(f"environment.reward: no file {path!r} in {str(Path.cwd())!r}")
         self.pool = self.make_pool(RewardSpec(path=reward, batch=config.environment.batch))
 
     def problems(self, tokenizer: PreTrainedTokenizerBase) -> ProblemSource:

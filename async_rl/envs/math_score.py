@@ -11,6 +11,7 @@ from typing import Any
 from math_verify import parse, verify
 
 from async_rl.envs.answers import AnswerFormat, extract_answer, to_number
+from async_rl.errors import InputError
 
 # It warns that its own time limits are off, which they are on purpose.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -41,7 +42,7 @@ def _reference(answer: Any) -> str:
     marked = r"\boxed{" in text or "####" in text
     reference = extract_answer(text, "auto") if marked else text
     if not reference:
-        raise ValueError(f"the reference answer {text[-60:]!r} holds no answer")
+        raise InputError(f"the reference answer {text[-60:]!r} holds no answer")
     return reference
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from async_rl.envs.reward_worker import LENGTH, RewardItem, RewardSpec, Value
+from async_rl.errors import InputError
 
 START_DEADLINE_S = 120.0
 """A worker must have imported the reward function by then (it may load a model)."""
@@ -65,14 +66,14 @@ class RewardPool:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Start all workers; raises ValueError when the function cannot be imported."""
+        """Start all workers; raises InputError when the function cannot be imported."""
         try:
             async with asyncio.TaskGroup() as group:
                 for worker in self._workers:
                     group.create_task(worker.start())
         except* WorkerDied as errors:
             await self.close()
-            raise ValueError(f"environment.reward: {errors.exceptions[0]}") from None
+            raise InputError(f"environment.reward: {errors.exceptions[0]}") from None
         self._tasks = [asyncio.create_task(self._serve(worker)) for worker in self._workers]
 
     async def score(self, item: RewardItem) -> RewardResult:

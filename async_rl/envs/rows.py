@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from async_rl.errors import InputError
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -20,15 +22,15 @@ class Rows:
     columns: tuple[str, ...]
     rows: list[tuple[int, dict[str, Any]]]
 
-    def error(self, row: int, column: str, problem: str) -> ValueError:
+    def error(self, row: int, column: str, problem: str) -> InputError:
         """Return the error that names file, row and column."""
-        return ValueError(f"{self.path}, row {row}, column {column!r}: {problem}")
+        return InputError(f"{self.path}, row {row}, column {column!r}: {problem}")
 
     def require(self, column: str, setting: str, hint: str = "") -> None:
-        """Raise ValueError for a column that no row has, naming those that exist and the nearest."""
+        """Raise InputError for a column that no row has, naming those that exist and the nearest."""
         if column not in self.columns:
             near = difflib.get_close_matches(column, self.columns, n=1, cutoff=0.4)
-            raise ValueError(
+            raise InputError(
                 f"{self.path} has no column {column!r} ({setting}); it has {', '.join(map(repr, self.columns))}"
                 + (f"; nearest: {near[0]!r}" if near else "")
                 + hint
@@ -36,10 +38,10 @@ class Rows:
 
 
 def read_rows(path: str | Path, setting: str = "data.path") -> Rows:
-    """Read a .parquet or .jsonl file; raises ValueError that names the setting or the row."""
+    """Read a .parquet or .jsonl file; raises InputError that names the setting or the row."""
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"{setting} = {str(path)!r}: no such file (from {str(Path.cwd())!r})")
+        raise InputError(f"{setting} = {str(path)!r}: no such file (from {str(Path.cwd())!r})")
     match path.suffix:
         case ".parquet":
             import pyarrow.parquet
@@ -47,16 +49,16 @@ def read_rows(path: str | Path, setting: str = "data.path") -> Rows:
             try:
                 table = pyarrow.parquet.read_table(path)
             except (pyarrow.ArrowException, OSError) as error:
-                raise ValueError(f"{setting} = {str(path)!r}: no parquet file that can be read: {error}") from error
+                raise InputError(f"{setting} = {str(path)!r}: no parquet file that can be read: {error}") from error
             rows = list(enumerate(table.to_pylist(), start=1))
             columns = tuple(table.column_names)
         case ".jsonl":
             rows = _read_jsonl(path)
             columns = tuple(dict.fromkeys(name for _, row in rows for name in row))
         case suffix:
-            raise ValueError(f"{setting} = {str(path)!r}: {suffix or 'no suffix'!r} is neither .parquet nor .jsonl")
+            raise InputError(f"{setting} = {str(path)!r}: {suffix or 'no suffix'!r} is neither .parquet nor .jsonl")
     if not rows:
-        raise ValueError(f"{setting} = {str(path)!r} has no rows")
+        raise InputError(f"{setting} = {str(path)!r} has no rows")
     return Rows(path, columns, rows)
 
 
@@ -69,7 +71,7 @@ def _read_jsonl(path: Path) -> list[tuple[int, dict[str, Any]]]:
             try:
                 rows.append((number, msgspec.json.decode(line, type=dict[str, Any])))
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise ValueError(f"{path}, row {number}: not a JSON object: {error}") from None
+                raise InputError(f"{path}, row {number}: not a JSON object: {error}") from None
     return rows
 
 

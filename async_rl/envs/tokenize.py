@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
 from async_rl.config.schema import DataConfig
+from async_rl.errors import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,24 +33,29 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise ValueError(f"model.path: no folder {str(folder)!r}; it must hold a Hugging Face model and its tokenizer")
+        raise InputError(f"model.path: no folder {str(folder)!r}; it must hold a Hugging Face model and its tokenizer")
     if (folder / "tokenizer.json").is_file():
         from transformers import PreTrainedTokenizerFast
 
-        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-    from transformers import AutoTokenizer
+        loader: Any = PreTrainedTokenizerFast
+    else:
+        from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        loader = AutoTokenizer
+    try:
+        return cast("PreTrainedTokenizerBase", loader.from_pretrained(folder, local_files_only=True))
+    except Exception as error:  # the tokenizers library raises nothing narrower for a file that it cannot read
+        raise InputError(f"model.path = {str(folder)!r}: its tokenizer cannot be loaded: {error}") from error
 
 
 def uses_chat_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> bool:
-    """Say whether prompts are rendered with the chat template; ValueError for settings that contradict it."""
+    """Say whether prompts are rendered with the chat template; InputError for settings that contradict it."""
     has_template = bool(tokenizer.chat_template)
     if data.chat_template == "always" and not has_template:
-        raise ValueError("data.chat_template = 'always', but the tokenizer has no chat template; set 'auto' or 'never'")
+        raise InputError("data.chat_template = 'always', but the tokenizer has no chat template; set 'auto' or 'never'")
     uses = has_template and data.chat_template != "never"
     if data.system_prompt is not None and not uses:
-        raise ValueError(
+        raise InputError(
             "data.system_prompt has no effect: prompts are not rendered with a chat template "
             f"(data.chat_template = {data.chat_template!r}, tokenizer has {'one' if has_template else 'none'}); "
             "remove it"
@@ -66,7 +72,7 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, data: Data
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
         if data.system_prompt is not None:
             if messages[0]["role"] == "system":
-                raise ValueError(
+                raise InputError(
                     "the prompt starts with a system message of its own, and data.system_prompt is set; remove one"
                 )
             messages.insert(0, {"role": "system", "content": data.system_prompt})
@@ -74,7 +80,7 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, data: Data
         # Templates write BOS themselves.
         return Rendered(text, _encode(tokenizer, text, add_special_tokens=False))
     if not isinstance(prompt, str):
-        raise ValueError(
+        raise InputError(
             "the prompt is a list of messages, which needs a chat template; give text, or a tokenizer with one"
         )
     starts_with_bos = bool(tokenizer.bos_token) and prompt.startswith(str(tokenizer.bos_token))
@@ -89,17 +95,17 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens
     try:
         ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
     except Exception as error:  # the tokenizers library raises nothing narrower for a character that it does not know
-        raise ValueError(f"the tokenizer cannot encode {text[:60]!r}: {error}") from error
+        raise InputError(f"the tokenizer cannot encode {text[:60]!r}: {error}") from error
     return np.asarray(ids, dtype=np.int32)
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> tuple[int, ...]:
-    """Return the token of each stop text; ValueError for a text that is not exactly one token."""
+    """Return the token of each stop text; InputError for a text that is not exactly one token."""
     ids = []
     for text in stop:
         tokens = _encode(tokenizer, text, add_special_tokens=False).tolist()
         if len(tokens) != 1 or tokens[0] == tokenizer.unk_token_id:
-            raise ValueError(
+            raise InputError(
                 f"sampling.stop: {text!r} is {tokenizer.convert_ids_to_tokens(tokens)}, {len(tokens)} tokens of this "
                 "tokenizer; each stop text must be exactly one known token"
             )

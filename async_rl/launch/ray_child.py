@@ -12,6 +12,7 @@ from typing import IO, Any
 
 from async_rl.config import ConfigError
 from async_rl.config.schema import RayResources
+from async_rl.errors import InputError
 from async_rl.launch import guard
 from async_rl.launch.keeper import Order
 from async_rl.launch.placement import amounts_of
@@ -118,7 +119,7 @@ class RayChild(Child):
                 self._ask()  # The connection was interrupted; Ray says later whether the actor is lost.
                 break
             except ray.exceptions.RayTaskError as error:
-                refused = isinstance(error.cause, ValueError)
+                refused = isinstance(error.cause, InputError)
                 self._end(SETTINGS_ERROR if refused else LOST, f"could not be started: {error.cause}")
             except ray.exceptions.RuntimeEnvSetupError as error:
                 self._end(SETTINGS_ERROR, f"has no environment: {_first_line(error)}")

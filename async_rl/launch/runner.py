@@ -14,6 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from async_rl.addresses import free_port
+from async_rl.errors import InputError
 from async_rl.launch.keeper import Order
 
 MAX_LINES = 10_000
@@ -63,11 +64,11 @@ class Runner:
     def start(self, words: tuple[str, ...], order: Order) -> int:
         """Start this node's Python with `words`; returns the pid.
 
-        Raises ValueError where the order cannot be followed here.
+        Raises InputError where the order cannot be followed here.
         """
         order = msgspec.structs.replace(order, argv=[sys.executable, *words])
         if order.cwd is not None and not os.path.isdir(order.cwd):
-            raise ValueError(
+            raise InputError(
                 f"{os.uname().nodename} has no folder {order.cwd}, in which the run was started; share it with all "
                 "nodes, or name a working_dir in launcher.runtime_env"
             )
@@ -80,7 +81,7 @@ class Runner:
         with self._changed:
             self._changed.wait_for(lambda: self._pid is not None or self._ended, START_S)
             if self._pid is None:
-                raise ValueError(
+                raise InputError(
                     f"{' '.join(argv)} on {os.uname().nodename} started nothing: "
                     f"{self._failure or 'async_rl must be installed there'}"
                 )

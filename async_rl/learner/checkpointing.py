@@ -144,7 +144,7 @@ class Checkpoints:
         self._metrics.last("checkpoint/step", float(self.last_step))
 
     def load(self, checkpoint: Path) -> None:
-        """Put tensors and random generators back; ValueError for the checkpoint of another model."""
+        """Put tensors and random generators back; InputError for the checkpoint of another model."""
         load_model_and_optimizer(
             self.policy.model, self.updater.optimizer.adamw, checkpoint / names.TENSORS, self._group
         )

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from async_rl.config.schema import LearnerConfig, ModelConfig
+from async_rl.errors import InputError
 from async_rl.learner.batch import PreparedBatch
 from async_rl.learner.layout import MicroBatch, packed_micro_batch, padded_micro_batch
 from async_rl.learner.packing import Plan, Unit, make_units, plan_packed, plan_padded
@@ -131,7 +132,7 @@ def is_weight_file(file: Path) -> bool:
 
 
 def load_policy(config: ModelConfig, learner: LearnerConfig, ctx: RankContext) -> Policy:
-    """Load, shard and lay out the model of `config.path`; ValueError when it is not a folder with a causal LM.
+    """Load, shard and lay out the model of `config.path`; InputError when it is not a folder with a causal LM.
 
     Parameters are float32 whatever model.dtype is: steps of 1e-6 vanish in bfloat16. With model.dtype = 'bfloat16'
     FSDP gathers them as bfloat16 and reduces gradients in float32. A float32 model on one rank is not sharded,
@@ -148,14 +149,14 @@ def load_reference(folder: str | None, policy: Policy, config: ModelConfig, lear
     """A frozen policy from `folder`, or from model.path, sharded and laid out like `policy`.
 
     It keeps only parameters, in model.dtype: 2 or 4 bytes each over the ranks, beside the 16 of a trained one.
-    Raises ValueError when it cannot score every token of the policy's vocabulary.
+    Raises InputError when it cannot score every token of the policy's vocabulary.
     """
     source = Path(folder if folder is not None else config.path)
     model = _load(source, config.attention, "model.path" if folder is None else "algorithm.kl.reference")
     model.eval().requires_grad_(False)
     own, needed = (each.config.get_text_config().vocab_size for each in (model, policy.model))
     if own < needed:
-        raise ValueError(
+        raise InputError(
             f"algorithm.kl.reference = {folder!r} knows {own} tokens, and the policy {needed}; the two must share a "
             "tokenizer: choose a model of the same family"
         )
@@ -181,13 +182,16 @@ def _place(
 def _load(source: Path, attn: str, setting: str = "model.path") -> PreTrainedModel:
     """The model in `source`, which `setting` names, float32 on CPU."""
     if not (source / "config.json").is_file():
-        raise ValueError(
+        raise InputError(
             f"{setting} = {str(source)!r}: no {'config.json in that folder' if source.is_dir() else 'such folder'}; "
             "it must be a folder with a Hugging Face model (config.json, *.safetensors, tokenizer)"
         )
-    settings = AutoConfig.from_pretrained(source)
+    try:
+        settings = AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:  # no JSON, or an architecture that this transformers does not know
+        raise InputError(f"{setting} = {str(source)!r}: config.json cannot be used: {error}") from error
     if type(settings) not in AutoModelForCausalLM._model_mapping:
-        raise ValueError(
+        raise InputError(
             f"{setting} = {str(source)!r}: a {settings.model_type!r} model is not a causal language model of "
             "transformers; choose one that AutoModelForCausalLM loads"
         )
@@ -200,7 +204,7 @@ def _load(source: Path, attn: str, setting: str = "model.path") -> PreTrainedMod
     model, report = loaded
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
-        raise ValueError(
+        raise InputError(
             f"{setting} = {str(source)!r}: the checkpoint lacks {len(missing)} parameters, such as {missing[0]!r}; "
             "they would be random. Is it the checkpoint of another architecture, or of a base model without its head?"
         )
@@ -216,7 +220,7 @@ def _check_names(model: PreTrainedModel, source: Path) -> None:
             stored |= set(handle.keys())
     strange = sorted(name for name, _ in model.named_parameters() if files and name not in stored)
     if strange:
-        raise ValueError(
+        raise InputError(
             f"model.path = {str(source)!r}: {len(strange)} parameters, such as {strange[0]!r}, have other names in the "
             f"checkpoint ({', '.join(sorted(stored)[:2])}, ...), and engines could not load their updates; save the "
             "model with transformers' save_pretrained first, or choose another architecture"
@@ -228,7 +232,7 @@ def _prepare(model: PreTrainedModel, gradient_checkpointing: bool) -> None:
     model.eval()
     if gradient_checkpointing:
         if not model.supports_gradient_checkpointing:
-            raise ValueError(
+            raise InputError(
                 f"model.gradient_checkpointing = true: {type(model).__name__} does not support it; set it to false"
             )
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -237,10 +241,10 @@ def _prepare(model: PreTrainedModel, gradient_checkpointing: bool) -> None:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The largest list of layers in the model, which is the stack of decoder layers; ValueError when there is none."""
+    """The largest list of layers in the model, which is the stack of decoder layers; InputError when there is none."""
     stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     if not stacks:
-        raise ValueError(f"{type(model).__name__} has no list of layers that could be sharded; choose another model")
+        raise InputError(f"{type(model).__name__} has no list of layers that could be sharded; choose another model")
     return [*max(stacks, key=lambda stack: sum(parameter.numel() for parameter in stack.parameters()))]
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from async_rl.errors import InputError
 from async_rl.learner import attention
 from async_rl.learner.attention import UnsupportedAttention
 from async_rl.learner.batch import PreparedBatch, TrainSequence
@@ -33,7 +34,7 @@ _CPU = torch.device("cpu")
 def choose_layout(scorer: CompletionScorer, requested: str) -> bool:
     """Set the model's attention and return whether it takes packed micro-batches; the model is on CPU in float32.
 
-    `requested` is model.attention; only auto and sdpa leave the choice. Raises ValueError when the head's logprobs
+    `requested` is model.attention; only auto and sdpa leave the choice. Raises InputError when the head's logprobs
     are not those of the model itself.
     """
     batch = _probe_batch(scorer.model.config.get_text_config().vocab_size)
@@ -41,7 +42,7 @@ def choose_layout(scorer: CompletionScorer, requested: str) -> bool:
     expected = _own_logprobs(scorer.model, padded)
     difference = _difference(scorer, padded, expected)
     if difference > TOLERANCE:
-        raise ValueError(
+        raise InputError(
             f"{type(scorer.model).__name__}: logprobs from its output embedding differ by {difference:.2g} nats from "
             f"its own (limit {TOLERANCE:g}): it transforms its logits, which is not supported; choose another model"
         )

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from async_rl.config import Config
 from async_rl.config.threads import learner_threads
+from async_rl.errors import InputError
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class RankContext:
 def init_ranks(config: Config) -> RankContext:
     """Join the learner's ranks as torchrun's environment says (RANK, WORLD_SIZE, MASTER_ADDR, ...), else alone.
 
-    Raises ValueError when the device is not there, and torch's DistStoreError when a rank does not come in time.
+    Raises InputError when the device is not there, and torch's DistStoreError when a rank does not come in time.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
@@ -70,12 +71,12 @@ def init_ranks(config: Config) -> RankContext:
 
 
 def _device(wanted: str, local_rank: int) -> torch.device:
-    """The device of this rank; ValueError when there is none."""
+    """The device of this rank; InputError when there is none."""
     count = torch.cuda.device_count()
     if wanted == "cpu" or (wanted == "auto" and count == 0):
         return torch.device("cpu")
     if local_rank >= count:
-        raise ValueError(
+        raise InputError(
             f"learner.device = {wanted!r}: rank {local_rank} of this machine needs a GPU of its own, and torch sees "
             f"{count}; lower learner.ranks, or set learner.device = 'cpu'"
         )

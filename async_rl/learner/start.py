@@ -33,7 +33,7 @@ class Start(msgspec.Struct, frozen=True):
 
 
 def find_start(config: Config) -> Start:
-    """Where the run of `config` begins; ValueError for a step or run that is not there.
+    """Where the run of `config` begins; InputError for a step or run that is not there.
 
     Raises CheckpointError when there are complete checkpoints and none can be read.
     """

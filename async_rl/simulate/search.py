@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from async_rl.config import Config, check_config, reorder_window
+from async_rl.config import Config, ConfigError, check_config, reorder_window
 from async_rl.config.schema import VllmEngine
 from async_rl.simulate.costs import Costs
 from async_rl.simulate.outcome import Outcome
@@ -126,7 +126,7 @@ class Search:
         for label, changes in values:
             try:
                 changed = replaced(config, changes)
-            except ValueError:
+            except ConfigError:
                 continue
             found.append(Candidate(label, changed, self.outcome(changed)))
         return found

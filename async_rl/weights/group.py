@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore, Work
 
+from async_rl.errors import InputError
 from async_rl.weights.base import Deadline
 from async_rl.weights.errors import WeightsError
 
@@ -192,16 +193,16 @@ class Group:
 
 
 def check_backend(backend: Backend, device: torch.device) -> None:
-    """Raise ValueError for a backend that cannot move this device's memory."""
+    """Raise InputError for a backend that cannot move this device's memory."""
     needed = {"gloo": "cpu", "nccl": "cuda"}[backend]
     if device.type != needed:
-        raise ValueError(f"weights.backend={backend!r} moves {needed} memory, this end has {device.type}")
+        raise InputError(f"weights.backend={backend!r} moves {needed} memory, this end has {device.type}")
 
 
 def serve_store(host: str, port: int) -> TCPStore:
     """A store that listens on `host` only (left to itself it listens on every address)."""
     if host in ("", "*", "0.0.0.0", "::"):
-        raise ValueError(
+        raise InputError(
             f"transport.host={host!r} is no address that generators can connect to for weights; "
             "set it to this machine's address in their network"
         )
@@ -211,7 +212,7 @@ def serve_store(host: str, port: int) -> TCPStore:
         try:
             listener.bind((host, port))
         except OSError as error:
-            raise ValueError(f"weights.port={port} on {host}: {error.strerror}; 0 takes any free port") from error
+            raise InputError(f"weights.port={port} on {host}: {error.strerror}; 0 takes any free port") from error
         listener.listen(1024)
         bound = listener.getsockname()[1]
         timeout = timedelta(seconds=STORE_TIMEOUT_S)

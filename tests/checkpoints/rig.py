@@ -19,6 +19,7 @@ from async_rl.checkpoints.save import Contents, Retention, Saved, Writer
 from async_rl.checkpoints.state import RunState
 from async_rl.checkpoints.tensors import read_tensors
 from async_rl.checkpoints.work import capture
+from async_rl.errors import InputError
 from async_rl.protocol import encode_value
 from tests.ledger_world import key_of, make_problem, make_trajectory
 
@@ -40,7 +41,7 @@ class Problems:
 
     def restore(self, state: dict[str, Any]) -> None:
         if state["identity"] != self.identity:
-            raise ValueError(f"identity {state['identity']} is not {self.identity}")
+            raise InputError(f"identity {state['identity']} is not {self.identity}")
         self.drawn = state["position"]["drawn"]
 
 

@@ -14,6 +14,7 @@ from async_rl.checkpoints import Disk, Lineage, choose_checkpoint, names
 from async_rl.checkpoints.find import checkpoint_at, find_named
 from async_rl.checkpoints.lineage import read_lineage, write_lineage
 from async_rl.checkpoints.retention import expendable
+from async_rl.errors import InputError
 from tests.checkpoints.rig import LINE, loads, save
 
 
@@ -49,7 +50,7 @@ def test_a_damaged_lineage_file_says_what_to_do(tmp_path: Path) -> None:
     write_lineage(tmp_path, LINE, Disk())
     assert read_lineage(tmp_path) == LINE
     (tmp_path / "lineage.json").write_text("{")
-    with pytest.raises(ValueError, match=r"lineage.json is damaged .*remove it"):
+    with pytest.raises(InputError, match=r"lineage.json is damaged .*remove it"):
         read_lineage(tmp_path)
 
 
@@ -115,14 +116,14 @@ def test_a_checkpoint_is_named_by_run_and_step(tmp_path: Path) -> None:
     assert find_named(f"{run_dir}@10").step == 10
     shutil.move(run_dir, tmp_path / "run")
     assert find_named(f"{tmp_path / 'run'}").step == 20
-    with pytest.raises(ValueError, match=r"no such folder; complete checkpoints of .*: 10, 20"):
+    with pytest.raises(InputError, match=r"no such folder; complete checkpoints of .*: 10, 20"):
         checkpoint_at(tmp_path / "run", 15)
-    with pytest.raises(ValueError, match=r"expected RUN or RUN@STEP"):
+    with pytest.raises(InputError, match=r"expected RUN or RUN@STEP"):
         find_named(f"{tmp_path / 'run'}@last")
-    with pytest.raises(ValueError, match=r"nowhere does not exist"):
+    with pytest.raises(InputError, match=r"nowhere does not exist"):
         find_named("nowhere")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"empty has no complete checkpoint"):
+    with pytest.raises(InputError, match=r"empty has no complete checkpoint"):
         find_named(str(tmp_path / "empty"))
 
 

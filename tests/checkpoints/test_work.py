@@ -11,6 +11,7 @@ from async_rl.checkpoints.contents import describe, rows_of, summary
 from async_rl.checkpoints.differences import changed_settings
 from async_rl.checkpoints.state import RunState, read_state
 from async_rl.checkpoints.work import capture, restore
+from async_rl.errors import InputError
 from tests.checkpoints.rig import Problems, busy, make_ledger, save
 from tests.ledger_world import key_of, make_trajectory
 
@@ -32,9 +33,9 @@ def test_work_goes_on_where_it_was() -> None:
 def test_other_problems_are_refused_or_cost_the_tickets_under_way() -> None:
     problems, other = Problems(), Problems("id-2")
     data = capture(busy(problems), problems.state())
-    with pytest.raises(ValueError, match=r"identity id-1 is not id-2"):
+    with pytest.raises(InputError, match=r"identity id-1 is not id-2"):
         restore(data, make_ledger(other), other)
-    with pytest.raises(ValueError, match=r"identity"):
+    with pytest.raises(InputError, match=r"identity"):
         restore(data, make_ledger(other), other, ("tickets",))
     ledger = make_ledger(other)
     notes = restore(data, ledger, other, ("problems",))
@@ -48,7 +49,7 @@ def test_other_problems_are_refused_or_cost_the_tickets_under_way() -> None:
 def test_other_binding_settings_are_refused_or_cost_the_tickets_under_way() -> None:
     problems = Problems()
     data = capture(busy(problems), problems.state())
-    with pytest.raises(ValueError, match=r"batch_groups = 4, but .* under batch_groups = 2.*accept_changed=tickets"):
+    with pytest.raises(InputError, match=r"batch_groups = 4, but .* under batch_groups = 2.*accept_changed=tickets"):
         restore(data, make_ledger(Problems(), batch_groups=4), Problems())
     after = Problems()
     ledger = make_ledger(after, batch_groups=4)

@@ -17,6 +17,7 @@ from async_rl.engines import hf_batch
 from async_rl.engines.base import EngineError, SampleRequest
 from async_rl.engines.hf import HfEngine
 from async_rl.engines.hf_batch import Batch, Row
+from async_rl.errors import InputError
 from async_rl.protocol import SamplingParams
 from async_rl.weights.base import manifest_digest
 from async_rl.weights.errors import WeightsError
@@ -110,7 +111,7 @@ async def test_requests_beyond_the_slots_wait_their_turn(rig: Rig) -> None:
     ],
 )
 async def test_impossible_requests_are_refused_and_harm_nobody(rig: Rig, prompt, max_tokens: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(InputError, match=message):
         await rig.sample(max_tokens, prompt=np.array(prompt, dtype=np.int32))
     await assert_current(rig, 0)
 

@@ -17,6 +17,7 @@ from async_rl.config import schema
 from async_rl.engines import vllm
 from async_rl.engines.base import EngineError
 from async_rl.engines.vllm_process import OWNER_VARIABLE, published_shapes
+from async_rl.errors import InputError
 from async_rl.protocol import EpochInfo, VersionSpan
 from async_rl.weights.errors import WeightsError
 from tests.tiny_models import tiny_model
@@ -72,7 +73,7 @@ def test_published_shapes_leave_out_what_a_learner_never_sends(tmp_path):
 
 
 def test_folder_without_safetensors_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"no \*.safetensors file"):
+    with pytest.raises(InputError, match=r"no \*.safetensors file"):
         published_shapes(tmp_path)
 
 

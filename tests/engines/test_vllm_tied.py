@@ -15,6 +15,7 @@ import pytest
 import pytest_asyncio
 
 from async_rl.engines.base import EngineError
+from async_rl.errors import InputError
 from async_rl.protocol import Manifest, VersionSpan
 from async_rl.weights.base import manifest_digest
 from async_rl.weights.errors import WeightsError
@@ -69,7 +70,7 @@ async def test_stop_token_ends_and_is_included(rig):
 
 
 async def test_request_that_does_not_fit_is_refused(rig):
-    with pytest.raises(ValueError, match=r"needs 10 prompt \+ 503 completion tokens, the engine holds 512"):
+    with pytest.raises(InputError, match=r"needs 10 prompt \+ 503 completion tokens, the engine holds 512"):
         await rig.sample(max_tokens=503)
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from async_rl.envs.answers import AnswerFormat, after_hashes, boxed, extract_answer, last_number, to_number
 from async_rl.envs.base import build_environment
 from async_rl.envs.math_score import score
+from async_rl.errors import InputError
 from async_rl.protocol import Problem
 from tests.envs.settings import make_config
 
@@ -220,7 +221,7 @@ def test_gsm8k_answers_are_compared_as_numbers(completion: str, answer: object, 
 
 @pytest.mark.parametrize("answer", ["", "  ", r"\boxed{", "#### nothing", r"\boxed{}"])
 def test_a_reference_without_an_answer_is_an_error_and_no_wrong_answer(answer: str) -> None:
-    with pytest.raises(ValueError, match="holds no answer"):
+    with pytest.raises(InputError, match="holds no answer"):
         score("#### 7", answer)
 
 

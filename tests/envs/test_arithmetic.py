@@ -15,6 +15,7 @@ from async_rl.config import Config
 from async_rl.config.schema import ArithmeticEnvironment
 from async_rl.envs.arithmetic import Kind, is_held_out, pose
 from async_rl.envs.base import ProblemSource, build_environment
+from async_rl.errors import InputError
 from async_rl.protocol import Problem
 from tests.envs.settings import TEMPLATE, character_tokenizer, make_config
 
@@ -136,9 +137,9 @@ def test_problem_k_is_a_function_of_seed_and_k() -> None:
     following = [p.prompt for p in draw(a, 20)]
     restored.restore(state)
     assert [p.prompt for p in draw(restored, 20)] == following
-    with pytest.raises(ValueError, match="are not those of this configuration"):
+    with pytest.raises(InputError, match="are not those of this configuration"):
         c.restore(state)
-    with pytest.raises(ValueError, match="are not those of this configuration"):
+    with pytest.raises(InputError, match="are not those of this configuration"):
         problems(kinds=["sum"], max_operand=98).restore(state)
 
 
@@ -146,15 +147,15 @@ def test_problem_k_is_a_function_of_seed_and_k() -> None:
 
 
 def test_words_need_a_style_and_operands_that_make_sense() -> None:
-    with pytest.raises(ValueError, match=r"'word' needs environment.style = 'question'"):
+    with pytest.raises(InputError, match=r"'word' needs environment.style = 'question'"):
         problems(kinds=["word"])
-    with pytest.raises(ValueError, match=r"environment.max_operand >= 2 \(they are 'question' and 1\)"):
+    with pytest.raises(InputError, match=r"environment.max_operand >= 2 \(they are 'question' and 1\)"):
         problems(kinds=["word"], style="question", max_operand=1)
 
 
 def test_a_space_without_held_out_problems_is_refused() -> None:
     """Words start at 2, and no pair of 2 and 3 is held out."""
-    with pytest.raises(ValueError, match=r"max_operand = 3 leaves no held-out problems of kind 'word' .*; raise it"):
+    with pytest.raises(InputError, match=r"max_operand = 3 leaves no held-out problems of kind 'word' .*; raise it"):
         problems("data.eval_problems=1", **questions("word", 3))
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from async_rl.envs.base import ProblemSource, build_environment
 from async_rl.envs.tokenize import render_prompt
+from async_rl.errors import InputError
 from async_rl.protocol import Problem
 from tests.envs.settings import TEMPLATE, character_tokenizer, make_config, write_jsonl
 
@@ -31,7 +32,7 @@ def load(file: Path, *overrides: str, tokenizer=TOKENIZER, environment=None) -> 
 
 
 def refusal(file: Path, *overrides: str, tokenizer=TOKENIZER, environment=None) -> str:
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(InputError) as error:
         load(file, *overrides, tokenizer=tokenizer, environment=environment)
     return str(error.value)
 
@@ -336,10 +337,10 @@ def test_a_state_of_other_problems_is_refused(tmp_path: Path, change: str) -> No
     file = write_jsonl(tmp_path / "d.jsonl", rows)
     state = load(file).state()
     load(file, "data.epochs=5").restore(state)  # how often is not which
-    with pytest.raises(ValueError, match=r"are not those of this configuration .* start a new run\.dir"):
+    with pytest.raises(InputError, match=r"are not those of this configuration .* start a new run\.dir"):
         load(file, change).restore(state)
     write_jsonl(file, [*rows[:-1], {**rows[-1], "answer": "changed"}])
-    with pytest.raises(ValueError, match="are not those of this configuration"):
+    with pytest.raises(InputError, match="are not those of this configuration"):
         load(file).restore(state)
 
 

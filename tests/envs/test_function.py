@@ -13,6 +13,7 @@ import pytest
 
 from async_rl.envs.base import Environment, build_environment
 from async_rl.envs.rewards import RewardResult
+from async_rl.errors import InputError
 from async_rl.learner.batch import prepare_batch
 from async_rl.protocol import Problem
 from tests.envs.settings import character_tokenizer, make_config, write_jsonl
@@ -172,13 +173,13 @@ async def test_hang_is_killed_at_the_timeout_of_the_settings_and_the_rest_goes_o
 )
 def test_a_reward_that_is_not_there_is_refused_before_anything_starts(reward: str, message: str) -> None:
     settings = {"type": "function", "reward": reward}
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(InputError) as error:
         build_environment(make_config(None, "data.path=unused", environment=settings))
     assert str(error.value).startswith(message)
 
 
 async def test_a_function_that_does_not_exist_is_refused_at_start() -> None:
-    with pytest.raises(ValueError, match=r"environment\.reward: cannot import .* it has by_answer, everything, many"):
+    with pytest.raises(InputError, match=r"environment\.reward: cannot import .* it has by_answer, everything, many"):
         async with environment("rewards.py:missing"):
             pass
 

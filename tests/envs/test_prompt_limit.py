@@ -9,6 +9,7 @@ import pytest
 
 from async_rl.config import Config, build_config
 from async_rl.envs.base import build_environment
+from async_rl.errors import InputError
 from tests.tiny_models import character_tokenizer
 
 POSITIONS, COMPLETION = 20, 12
@@ -38,7 +39,7 @@ def test_rows_that_the_model_cannot_hold_are_dropped_and_counted(tmp_path: Path)
 def test_a_file_of_prompts_too_long_for_the_model_is_refused(tmp_path: Path) -> None:
     settings = config(tmp_path, "exact_match", rows(tmp_path, [9, 10, 11]))
     with pytest.raises(
-        ValueError, match=r"all 3 prompts are too long, the shortest has 9 tokens; the limit is 8, .*20"
+        InputError, match=r"all 3 prompts are too long, the shortest has 9 tokens; the limit is 8, .*20"
     ):
         build_environment(settings).problems(character_tokenizer())
 
@@ -46,5 +47,5 @@ def test_a_file_of_prompts_too_long_for_the_model_is_refused(tmp_path: Path) -> 
 def test_posed_problems_too_long_for_the_model_are_refused(tmp_path: Path) -> None:
     assert build_environment(config(tmp_path, "arithmetic")).problems(character_tokenizer()).draw() is not None
     settings = config(tmp_path, "arithmetic", "environment.style=question")
-    with pytest.raises(ValueError, match=r"What is .* has 41 tokens; the limit is 8"):
+    with pytest.raises(InputError, match=r"What is .* has 41 tokens; the limit is 8"):
         build_environment(settings).problems(character_tokenizer())

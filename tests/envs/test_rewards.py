@@ -10,6 +10,7 @@ import pytest
 
 from async_rl.envs.reward_worker import RewardItem, RewardSpec, read_number
 from async_rl.envs.rewards import RewardPool
+from async_rl.errors import InputError
 
 FUNCTIONS = Path(__file__).parent / "reward_functions.py"
 
@@ -178,7 +179,7 @@ async def test_workers_import_user_code_only():
 )
 async def test_function_that_cannot_be_loaded_is_refused_at_start(path, cause):
     rewards = RewardPool(RewardSpec(path=path), workers=2, timeout_s=1.0)
-    with pytest.raises(ValueError, match=r"environment\.reward: cannot import") as error:
+    with pytest.raises(InputError, match=r"environment\.reward: cannot import") as error:
         await rewards.start()
     assert cause in str(error.value) and path in str(error.value)
     assert not any(worker.alive for worker in rewards._workers)

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from async_rl.config.schema import DataConfig
 from async_rl.envs.tokenize import completion_text, load_tokenizer, render_prompt, stop_ids, uses_chat_template
+from async_rl.errors import InputError
 from tests.envs.settings import BOS, CHARACTERS, EOS, TEMPLATE, character_tokenizer
 
 PLAIN = character_tokenizer()
@@ -70,7 +71,7 @@ def test_messages_keep_their_roles_and_end_with_the_turn_of_the_policy() -> None
 def test_the_system_prompt_stands_first_and_only_once() -> None:
     text, _ = render("a", TEMPLATE, system_prompt="Be brief.")
     assert text == "<bos>[system]Be brief.\n[user]a\n[assistant]"
-    with pytest.raises(ValueError, match=r"a system message of its own, and data\.system_prompt is set; remove one"):
+    with pytest.raises(InputError, match=r"a system message of its own, and data\.system_prompt is set; remove one"):
         render([{"role": "system", "content": "x"}, {"role": "user", "content": "a"}], TEMPLATE, system_prompt="y")
 
 
@@ -87,13 +88,13 @@ def test_never_means_the_text_alone() -> None:
     ],
 )
 def test_settings_that_contradict_the_tokenizer_are_refused(template: str | None, data: dict, message: str) -> None:
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(InputError) as error:
         uses_chat_template(character_tokenizer(template), DataConfig(**data))
     assert str(error.value).startswith(message)
 
 
 def test_messages_without_a_template_are_refused() -> None:
-    with pytest.raises(ValueError, match="a list of messages, which needs a chat template"):
+    with pytest.raises(InputError, match="a list of messages, which needs a chat template"):
         render([{"role": "user", "content": "a"}])
 
 
@@ -109,16 +110,16 @@ def test_stop_texts_are_single_tokens() -> None:
     ("text", "part"), [("\n\n", "2 tokens"), ("END", "['E', 'N', 'D'], 3 tokens"), ("", "0 tokens")]
 )
 def test_stop_texts_of_several_tokens_or_none_are_refused(text: str, part: str) -> None:
-    with pytest.raises(ValueError, match=r"each stop text must be exactly one known token") as error:
+    with pytest.raises(InputError, match=r"each stop text must be exactly one known token") as error:
         stop_ids(PLAIN, ["\n", text])
     assert str(error.value).startswith(f"sampling.stop: {text!r} is ") and part in str(error.value)
 
 
 def test_a_stop_text_that_the_tokenizer_does_not_know_is_refused() -> None:
-    with pytest.raises(ValueError, match="the tokenizer cannot encode '\u20ac'"):
+    with pytest.raises(InputError, match="the tokenizer cannot encode '\u20ac'"):
         stop_ids(PLAIN, ["\u20ac"])
     with_unknown = PreTrainedTokenizerFast(tokenizer_object=_with_unknown(), unk_token="<unk>")
-    with pytest.raises(ValueError, match=r"'\u20ac' is \['<unk>'\], 1 tokens .* exactly one known token"):
+    with pytest.raises(InputError, match=r"'\u20ac' is \['<unk>'\], 1 tokens .* exactly one known token"):
         stop_ids(with_unknown, ["\u20ac"])
 
 
@@ -156,7 +157,7 @@ def test_a_saved_tokenizer_renders_the_same(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"model\.path: no folder '.*nowhere'"):
+    with pytest.raises(InputError, match=r"model\.path: no folder '.*nowhere'"):
         load_tokenizer(tmp_path / "nowhere")
 
 

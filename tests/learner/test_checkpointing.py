@@ -21,6 +21,7 @@ from async_rl.checkpoints.find import find_named
 from async_rl.checkpoints.names import CheckpointError
 from async_rl.checkpoints.tensors import all_tensors
 from async_rl.config import Config
+from async_rl.errors import InputError
 from async_rl.learner.checkpointing import Checkpoints, random_state, restore_random_state
 from async_rl.learner.model import Policy, load_policy
 from async_rl.learner.ranks import RankContext
@@ -93,7 +94,7 @@ def test_training_that_goes_on_changes_nothing_in_a_save_under_way(
 
 def test_the_checkpoint_of_another_model_is_refused(models: dict[str, Path], ctx: RankContext, tmp_path: Path) -> None:
     train_on(settings(models, tmp_path, "tied"), ctx, 1)
-    with pytest.raises(ValueError, match=r"another model: .* is \[.*\] there and absent in model.path"):
+    with pytest.raises(InputError, match=r"another model: .* is \[.*\] there and absent in model.path"):
         train_on(settings(models, tmp_path, "untied"), ctx, 2)
 
 
@@ -286,7 +287,7 @@ def test_nothing_is_overwritten_by_an_export(models: dict[str, Path], ctx: RankC
     train_on(config, ctx, 1)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")
-    with pytest.raises(ValueError, match=r"out exists; export to a folder that does not"):
+    with pytest.raises(InputError, match=r"out exists; export to a folder that does not"):
         export_checkpoint(find_named(config.run.dir), tmp_path / "out")
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["mine.txt"]
 

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, T5Config
 
+from async_rl.errors import InputError
 from async_rl.learner.batch import prepare_batch
 from async_rl.learner.model import load_policy
 from async_rl.learner.ranks import RankContext
@@ -71,26 +72,26 @@ def test_bfloat16_keeps_float32_parameters(load: Callable, tmp_path: Path) -> No
 def test_missing_folder(ctx: RankContext, tmp_path: Path) -> None:
     config = make_config(tmp_path / "nothing")
     with pytest.raises(
-        ValueError, match=r"model.path = '.*nothing': no such folder; it must be a folder with a Hugging"
+        InputError, match=r"model.path = '.*nothing': no such folder; it must be a folder with a Hugging"
     ):
         load_policy(config.model, config.learner, ctx)
 
 
 def test_folder_without_a_model(ctx: RankContext, tmp_path: Path) -> None:
     config = make_config(tmp_path)
-    with pytest.raises(ValueError, match=r"no config.json in that folder"):
+    with pytest.raises(InputError, match=r"no config.json in that folder"):
         load_policy(config.model, config.learner, ctx)
 
 
 def test_not_a_causal_language_model(ctx: RankContext, tmp_path: Path) -> None:
     T5Config().save_pretrained(tmp_path)
     config = make_config(tmp_path)
-    with pytest.raises(ValueError, match=r"a 't5' model is not a causal language model"):
+    with pytest.raises(InputError, match=r"a 't5' model is not a causal language model"):
         load_policy(config.model, config.learner, ctx)
 
 
 def test_checkpoint_without_its_head(ctx: RankContext, models: dict[str, Path], tmp_path: Path) -> None:
     AutoModelForCausalLM.from_pretrained(models["untied"]).base_model.save_pretrained(tmp_path)
     config = make_config(tmp_path)
-    with pytest.raises(ValueError, match=r"the checkpoint lacks 1 parameters, such as 'lm_head.weight'"):
+    with pytest.raises(InputError, match=r"the checkpoint lacks 1 parameters, such as 'lm_head.weight'"):
         load_policy(config.model, config.learner, ctx)

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from async_rl.algos.kl import adaptive_coefficient
 from async_rl.buffer import TrajectoryGroup
 from async_rl.config import Config
+from async_rl.errors import InputError
 from async_rl.learner.batch import token_staleness
 from async_rl.learner.model import Policy
 from async_rl.learner.update import Updater
@@ -379,10 +380,10 @@ def test_in_bfloat16_the_reference_computes_what_the_policy_does(load: Callable)
 def test_a_reference_with_a_smaller_vocabulary_is_refused(load: Callable, tmp_path: Path) -> None:
     folder = tiny_model(tmp_path / "small", tied=True, characters="0123456789")
     policy, config = load("tied", algorithm={"kl": {"coefficient": 0.1, "reference": str(folder)}})
-    with pytest.raises(ValueError, match=r"algorithm\.kl\.reference = .* knows 12 tokens, and the policy \d+"):
+    with pytest.raises(InputError, match=r"algorithm\.kl\.reference = .* knows 12 tokens, and the policy \d+"):
         Updater(policy, config, policy.ctx)
     policy, config = load("tied", algorithm={"kl": {"coefficient": 0.1, "reference": str(tmp_path / "none")}})
-    with pytest.raises(ValueError, match=r"algorithm\.kl\.reference = .*no such folder"):
+    with pytest.raises(InputError, match=r"algorithm\.kl\.reference = .*no such folder"):
         Updater(policy, config, policy.ctx)
 
 

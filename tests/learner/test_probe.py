@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from async_rl.config import Config
+from async_rl.errors import InputError
 from async_rl.learner.batch import prepare_batch
 from async_rl.learner.model import Policy, load_policy
 from async_rl.learner.ranks import RankContext
@@ -76,7 +77,7 @@ def test_sliding_windows_are_padded(load_model: Callable, caplog: pytest.LogCapt
 
 def test_a_head_that_transforms_its_logits_is_refused(load_model: Callable) -> None:
     model = Gemma2ForCausalLM(Gemma2Config(**SHAPE, head_dim=16, final_logit_softcapping=0.5))
-    with pytest.raises(ValueError, match="it transforms its logits, which is not supported"):
+    with pytest.raises(InputError, match="it transforms its logits, which is not supported"):
         load_model(model)
 
 

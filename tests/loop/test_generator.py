@@ -11,6 +11,7 @@ import pytest
 from async_rl import protocol as p
 from async_rl.config import ConfigError
 from async_rl.engines.base import EngineError, LoadReport, Sample, SampleRequest
+from async_rl.errors import InputError
 from async_rl.generator import run_generator
 from async_rl.transport import Client
 from tests.loop.rig import Learner, Worker, fleet, make_config, manifest
@@ -218,5 +219,5 @@ async def test_while_nobody_answers_a_generator_tries_less_and_less_often(tmp_pa
 
 
 def test_a_malformed_address_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'nohost' is not HOST:PORT"):
+    with pytest.raises(InputError, match="'nohost' is not HOST:PORT"):
         run_generator(make_config(tmp_path, model={"path": "there is no model"}), "nohost", None)

@@ -19,13 +19,14 @@ import psutil
 import pytest
 
 from async_rl import protocol as p
-from async_rl.config import Config, ConfigError
+from async_rl.config import Config
 from async_rl.coordinator import CoordinatorEnded, StallError
 from async_rl.coordinator.calls import GetStatus
 from async_rl.coordinator.handle import CoordinatorProcess
 from async_rl.coordinator.resumed import Resumed
 from async_rl.envs.base import build_environment
 from async_rl.envs.tokenize import load_tokenizer
+from async_rl.errors import InputError
 from async_rl.transport import Client, TransportError
 from async_rl.weights.errors import WeightsError
 from tests.conftest import Spawn
@@ -140,13 +141,13 @@ def test_a_port_in_use_and_an_open_address_are_refused_as_in_one_process(
         port = taken.getsockname()[1]
         with pytest.raises(TransportError, match=rf"^port {port} on 127\.0\.0\.1 is in use; stop what listens there"):
             start(config(transport={"port": port})).start(NoTransfer())
-    with pytest.raises(ConfigError, match=r"^transport\.host=192\.0\.2\.1 can be reached by other machines"):
+    with pytest.raises(InputError, match=r"^transport\.host=192\.0\.2\.1 can be reached by other machines"):
         start(config(transport={"host": "192.0.2.1"})).start(NoTransfer())
 
 
 def test_problems_that_cannot_be_used_are_refused(config: Callable[..., Config], start: Start, tmp_path: Path) -> None:
     missing = config(environment={"type": "math"}, data={"path": str(tmp_path / "none.jsonl"), "answer_column": "a"})
-    with pytest.raises(ConfigError, match=r"none\.jsonl"):
+    with pytest.raises(InputError, match=r"none\.jsonl"):
         start(missing)
 
 
@@ -209,7 +210,7 @@ async def test_a_second_process_continues_from_a_state(config: Callable[..., Con
     assert len(before) == len(after) == 12
     check_order(before + after, second.config)
     second.process.stop("done")
-    with pytest.raises(ConfigError, match=r"the checkpoint's problems .* are not those of this configuration"):
+    with pytest.raises(InputError, match=r"the checkpoint's problems .* are not those of this configuration"):
         start(config(run={"steps": 1000, "seed": 7}), resumed=resumed)
 
 

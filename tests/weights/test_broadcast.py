@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 
+from async_rl.errors import InputError
 from async_rl.weights import broadcast
 from async_rl.weights.broadcast import Receiver, Sender
 from async_rl.weights.errors import WeightsError
@@ -248,12 +249,12 @@ def test_the_store_listens_on_its_own_address_only(sender: Sender) -> None:
 
 
 def test_every_address_is_no_address_to_send_from() -> None:
-    with pytest.raises(ValueError, match=r"transport\.host='0\.0\.0\.0' is no address"):
+    with pytest.raises(InputError, match=r"transport\.host='0\.0\.0\.0' is no address"):
         Sender("0.0.0.0", "gloo")
 
 
 def test_backend_and_device_must_fit() -> None:
-    with pytest.raises(ValueError, match="moves cuda memory, this end has cpu"):
+    with pytest.raises(InputError, match="moves cuda memory, this end has cpu"):
         Sender("127.0.0.1", "nccl")
 
 
