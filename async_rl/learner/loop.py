@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.buffer import TrajectoryGroup
+from async_rl.checkpoints.finished import mark_finished, say_finished
 from async_rl.checkpoints.names import CheckpointError
 from async_rl.checkpoints.state import read_state
 from async_rl.config import Config
@@ -24,7 +25,7 @@ from async_rl.learner.checkpointing import Checkpoints
 from async_rl.learner.lead import Lead
 from async_rl.learner.model import Policy, load_policy
 from async_rl.learner.ranks import RankContext, agree, broadcast_bytes, init_ranks, spawn_ranks
-from async_rl.learner.start import Start, mark_finished, share_start
+from async_rl.learner.start import Start, share_start
 from async_rl.learner.update import Updater
 from async_rl.metrics import Metrics
 from async_rl.protocol import decode_value, encode_value
@@ -44,7 +45,10 @@ def run_learner(config: Config, resolved_from: str) -> int:
     ctx = init_ranks(config)
     start = share_start(config, ctx)
     if start.finished:
-        return _say_finished(config, ctx)
+        if ctx.rank == 0:
+            say_finished(config)
+        ctx.close()
+        return 0
     lead = Lead(config, resolved_from, ctx.device, start) if ctx.rank == 0 else None
     try:
         policy = load_policy(config.model, config.learner, ctx)
@@ -55,16 +59,6 @@ def run_learner(config: Config, resolved_from: str) -> int:
         raise
     finally:
         ctx.close()
-    return 0
-
-
-def _say_finished(config: Config, ctx: RankContext) -> int:
-    if ctx.rank == 0:
-        print(
-            f"{config.run.dir} is complete: all {config.run.steps} steps of run.steps are trained; raise run.steps to "
-            "train on, go back with run.resume=STEP, or start a run in another run.dir"
-        )
-    ctx.close()
     return 0
 
 

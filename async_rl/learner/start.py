@@ -8,12 +8,10 @@ from typing import Any
 import msgspec
 
 from async_rl.checkpoints.find import Checkpoint, checkpoint_at, choose_checkpoint, find_named
+from async_rl.checkpoints.finished import finished_after
 from async_rl.checkpoints.lineage import Lineage
 from async_rl.config import Config
 from async_rl.learner.ranks import RankContext, broadcast_bytes
-
-FINISHED = "finished"
-"""File in run.dir with the step after which the run came to its end."""
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -45,7 +43,7 @@ def find_start(config: Config) -> Start:
         choice = choose_checkpoint(run_dir)
         notes = tuple(f"not resumed: {reason}" for reason in choice.skipped)
         if choice.checkpoint is not None:
-            return _resumed(choice.checkpoint, notes, _finished(config, choice.checkpoint.step))
+            return _resumed(choice.checkpoint, notes, finished_after(config, choice.checkpoint.step))
     if config.run.fork_from is not None:
         source = find_named(config.run.fork_from)
         return Start(Lineage.first(), source.step, str(source.path), fork=True, notes=notes)
@@ -56,16 +54,6 @@ def share_start(config: Config, ctx: RankContext) -> Start:
     """`find_start` on rank 0, its answer on every rank. Collective."""
     data = msgspec.msgpack.encode(find_start(config)) if ctx.rank == 0 else None
     return msgspec.msgpack.decode(broadcast_bytes(data), type=Start)
-
-
-def mark_finished(run_dir: Path, step: int) -> None:
-    """Note that the run came to its end after `step`: its last checkpoint is older than its last evaluation."""
-    (run_dir / FINISHED).write_text(f"{step}\n")
-
-
-def _finished(config: Config, step: int) -> bool:
-    mark = Path(config.run.dir) / FINISHED
-    return step >= config.run.steps and mark.is_file() and mark.read_text().strip() == str(step)
 
 
 def _resumed(checkpoint: Checkpoint, notes: tuple[str, ...], finished: bool = False) -> Start:

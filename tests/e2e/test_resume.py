@@ -134,12 +134,17 @@ def test_a_learner_killed_in_every_place_trains_every_problem_once(run: Run) -> 
     assert "is another run" not in run.output(), "generators kept their work"
 
 
-def test_a_run_that_is_complete_says_so_when_it_is_started_again(run: Run) -> None:
+def test_a_run_that_is_complete_says_so_when_it_is_started_again(run: Run, capsys: Any) -> None:
     overrides = ("run.steps=2", "data.eval_problems=4", "evaluation.every=2")
     run.wait(run.start("train", str(run.config), *overrides))
     assert "is complete" not in run.output()
     run.wait(run.learner(*overrides))
-    assert f"{run.folder / 'run'} is complete: all 2 steps of run.steps are trained" in run.output()
+    said = f"{run.folder / 'run'} is complete: all 2 steps of run.steps are trained"
+    assert said in run.output()
+    logs = {file: file.stat().st_size for file in (run.folder / "run" / "logs").iterdir()}
+    assert cli(["train", str(run.config), *overrides]) == 0
+    assert said in capsys.readouterr().out
+    assert logs == {file: file.stat().st_size for file in (run.folder / "run" / "logs").iterdir()}, "no generator began"
     assert [row["step"] for row in rows(run.folder / "run")] == [1, 2]
 
 

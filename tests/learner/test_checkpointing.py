@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from async_rl.checkpoints.disk import Disk
 from async_rl.checkpoints.export import Stored, export_checkpoint, plan_shards
 from async_rl.checkpoints.find import find_named
+from async_rl.checkpoints.finished import is_finished, mark_finished
 from async_rl.checkpoints.names import CheckpointError
 from async_rl.checkpoints.tensors import all_tensors
 from async_rl.config import Config
@@ -25,7 +26,7 @@ from async_rl.errors import InputError
 from async_rl.learner.checkpointing import Checkpoints, random_state, restore_random_state
 from async_rl.learner.model import Policy, load_policy
 from async_rl.learner.ranks import RankContext
-from async_rl.learner.start import find_start, mark_finished
+from async_rl.learner.start import find_start
 from async_rl.learner.update import Updater
 from async_rl.metrics import Metrics
 from tests.checkpoints.rig import Countdown, disk_full
@@ -193,7 +194,9 @@ def test_a_run_is_finished_once_it_said_so_and_no_step_is_left(
 ) -> None:
     def start(steps: int, **run: Any) -> tuple[int, bool]:
         values = {"dir": str(tmp_path / "run"), "steps": steps, **run}
-        found = find_start(settings(models, tmp_path, run=values))
+        config = settings(models, tmp_path, run=values)
+        found = find_start(config)
+        assert is_finished(config) is found.finished, "launchers and the learner agree"
         return found.step, found.finished
 
     train_on(settings(models, tmp_path), ctx, 2)

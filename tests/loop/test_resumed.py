@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from async_rl.protocol import Problem
 from async_rl.staleness import trajectory_staleness
 from tests.checkpoints.rig import Problems
 from tests.ledger_world import make_trajectory
-from tests.loop.rig import Learner, NoTransfer, fleet, make_config, problem
+from tests.loop.rig import Learner, NoTransfer, Worker, fleet, make_config, problem
 from tests.loop.test_generator import Wire, quiet_worker, welcome
 
 
@@ -129,6 +130,63 @@ async def test_leases_of_generators_that_do_not_come_back_are_opened_without_bla
     assert len(second.batches) == 10 and second.ledger.counts().dropped == {}
     assert second.ledger.events["lost_leases"] == first.ledger.events["lost_leases"] == 0
     assert sum("has not come back since the resume" in note for note in second.notes) == len(absent)
+
+
+class Held(Going):
+    """Trains nothing beyond the resumed version until the test lets it."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.let_go = threading.Event()
+        super().__init__(*arguments)
+
+    def _publish(self, version: int) -> None:
+        super()._publish(version)
+        assert self.let_go.wait(150.0), "nobody let it go"
+
+
+class Heard:
+    """What a worker was told since it first heard of a run, and the version that its engine had then."""
+
+    def __init__(self, worker: Worker, run_id: str) -> None:
+        self.events: list[tuple[str, int | None]] = []
+        handle = worker.generator._handle
+
+        async def listened(message: p.Message) -> None:
+            if self.events or (isinstance(message, p.Welcome) and message.run_id == run_id):
+                version = message.version if isinstance(message, p.RelabelVersion) else worker.engine.policy_version
+                self.events.append((type(message).__name__, version))
+            await handle(message)
+
+        worker.generator._handle = listened  # type: ignore[method-assign]
+
+    def of(self, kind: str) -> list[tuple[int, int | None]]:
+        """(place, version) of each message of a kind."""
+        return [(place, version) for place, (name, version) in enumerate(self.events) if name == kind]
+
+
+async def test_no_lease_after_a_resume_before_exactly_the_resumed_version(tmp_path: Path) -> None:
+    """Those that outlived the learner had a version that is lost; one that starts later has none."""
+    first = Going(make_config(tmp_path, run={"steps": 1000}), "run-1")
+    address = first.start()
+    async with fleet(first.config, address, "g0", "g1") as survivors:
+        await first.until(6)  # Version 4 is with everybody before version 5 is published.
+        await first.crash()
+        assert all((worker.engine.policy_version or 0) > 3 for worker in survivors)
+        config = make_config(tmp_path, transport={"port": int(address.rsplit(":", 1)[1])})
+        second = Held(config, "run-2", first.state_after(3, run_1=3))
+        heard = [Heard(worker, "run-2") for worker in survivors]
+        second.start()
+        async with asyncio.timeout(150), fleet(config, address, "late") as late:
+            heard += [Heard(worker, "run-2") for worker in late]
+            workers = [*survivors, *late]
+            while [worker.engine.policy_version for worker in workers] != [3, 3, 3]:
+                await asyncio.sleep(0.01)
+            second.let_go.set()
+            await second.done()
+    for one in heard:
+        versions, leases = one.of("RelabelVersion"), one.of("Leases")
+        assert versions[0][1] == 3, one.events
+        assert leases[0] > versions[0] and leases[0][1] in {version for _, version in versions}, one.events
 
 
 def test_whose_results_count() -> None:
