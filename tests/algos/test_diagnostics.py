@@ -66,6 +66,20 @@ def test_no_token_of_a_staleness_is_none_and_huge_ratios_stay_finite() -> None:
     assert rows[3] is not None and rows[3].ratio_mean == 1.0
 
 
+def test_a_ratio_of_exactly_two_or_a_half_is_not_far() -> None:
+    two = torch.tensor(2.0).log()
+    proximal = torch.stack([two, -two, torch.nextafter(two, two + 1), torch.nextafter(-two, -two - 1)])
+    mask = torch.ones(4, dtype=torch.bool)
+    rows = by_staleness(staleness_sums(proximal, torch.zeros(4), mask, torch.tensor([0, 0, 1, 1]), 1))
+    assert [row and row.far_share for row in rows] == [0.0, 1.0, None]
+
+
+def test_bins_reach_from_clamp_to_clamp_and_their_counts_add_with_other_sums() -> None:
+    counts = log_ratio_counts(torch.tensor([-20.0, 20.0]), torch.ones(2, dtype=torch.bool))
+    assert counts.dtype == torch.float64
+    assert torch.nonzero(counts)[:, 0].tolist() == [0, len(counts) - 1], "a bin that nothing can lie in"
+
+
 def test_quantiles_of_ratios_are_those_of_all_tokens_to_half_a_percent() -> None:
     parts = [packed(seed) for seed in range(3)]
     logs = [(batch.proximal - batch.behavior).where(batch.mask, 1e3) for batch in parts]
