@@ -122,15 +122,21 @@ class Rig(SamplingRig):
         assert report.load_s > 0 and report.paused_s > 0
         return prepared.version
 
+    def distributions(
+        self, version: int, sample: Sample, prompt: np.ndarray = PROMPT, temperature: float = TEMPERATURE
+    ) -> np.ndarray:
+        """float32 [L, vocabulary], log-probabilities by the torch model of `version` where tokens were sampled."""
+        ids = torch.tensor(np.concatenate([prompt, sample.completion_ids]), dtype=torch.long)[None]
+        with torch.no_grad():
+            logits = self.models[version](ids).logits[0, len(prompt) - 1 : -1]
+        return torch.log_softmax(logits.float() / temperature, dim=-1).numpy()
+
     def reference(
         self, version: int, sample: Sample, prompt: np.ndarray = PROMPT, temperature: float = TEMPERATURE
     ) -> np.ndarray:
         """float32 [L], what the torch model of `version` says about the sampled tokens."""
-        ids = torch.tensor(np.concatenate([prompt, sample.completion_ids]), dtype=torch.long)[None]
-        with torch.no_grad():
-            logits = self.models[version](ids).logits[0, len(prompt) - 1 : -1]
-        logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
-        return logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
+        logprobs = self.distributions(version, sample, prompt, temperature)
+        return np.take_along_axis(logprobs, sample.completion_ids[:, None].astype(np.int64), axis=1)[:, 0]
 
     def gap(
         self, version: int, sample: Sample, prompt: np.ndarray = PROMPT, temperature: float = TEMPERATURE

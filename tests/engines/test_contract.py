@@ -182,12 +182,25 @@ async def test_logprobs_are_those_of_the_model_whatever_shares_the_batch(rig):
         assert rig.gap(version, sample, prompt).max() < CLOSE
 
 
+@every_engine
+async def test_temperature_zero_is_an_answer_like_any_other(rig):
+    """The baseline member of a group is sampled beside the others, also by the engine without a model."""
+    greedy, again, other = await asyncio.gather(
+        rig.sample(temperature=0.0), rig.sample(temperature=0.0), rig.sample(temperature=1.0)
+    )
+    for sample in (greedy, again, other):
+        assert_whole(sample, 40)
+    assert greedy.completion_ids.tolist() == again.completion_ids.tolist()
+
+
 @every_model
 async def test_temperature_zero_takes_the_most_likely_token(rig):
     sample, again = await asyncio.gather(rig.sample(temperature=0.0, seed=1), rig.sample(temperature=0.0, seed=2))
     assert sample.completion_ids.tolist() == again.completion_ids.tolist()
     version = rig.engine.policy_version or 0
     assert rig.gap(version, sample, temperature=1.0).max() < CLOSE
+    logprobs = rig.distributions(version, sample, temperature=1.0)
+    assert np.abs(sample.logprobs - logprobs.max(axis=1)).max() < CLOSE, "another token was more likely"
     for temperature in (1.0, 0.05):
         others = await asyncio.gather(*(rig.sample(1, seed, temperature=temperature) for seed in range(20)))
         first = {int(other.completion_ids[0]) for other in others}
