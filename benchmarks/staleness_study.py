@@ -1,7 +1,7 @@
 """What staleness costs in learning, and what a correction gives back: the quickstart's task, data of an exact age.
 
     python -m benchmarks.staleness_study --workers 2 --output benchmarks/results/staleness_study.json
-    python -m benchmarks.staleness_study --draw benchmarks/results/staleness_study.json
+    python -m benchmarks.staleness_study --draw benchmarks/results/staleness_study.json --into docs/staleness_study.md
 
 Every run is one process without a fleet: the batch of step s is sampled by the hf engine's sampler with the weights of
 version max(0, s - 1 - k), prepared and trained by the learner's own code. So every token of step s has the staleness
@@ -45,6 +45,7 @@ from async_rl.leasing import member_seed
 from async_rl.protocol import Problem, SamplingParams, Trajectory
 from async_rl.recipes import tiny_model
 from async_rl.report import BLUE, GREY, ORANGE, RED, style_axis
+from benchmarks import staleness_text
 from benchmarks.common import ROOT, add_result_arguments, check_clean, result_file
 
 PRESET = "configs/quickstart.toml"
@@ -287,10 +288,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--workers", type=int, default=2, help="runs at once, one core each")
     parser.add_argument("--draw", type=Path, metavar="RESULT", help=f"run nothing: draw a result into {FIGURE}")
+    parser.add_argument(
+        "--into", type=Path, metavar="DOCUMENT", help="with --draw: write the table between the marks there"
+    )
     add_result_arguments(parser)
     arguments = parser.parse_args()
     if arguments.draw:
-        draw(json.loads(arguments.draw.read_text())["summary"], FIGURE)
+        figures = json.loads(arguments.draw.read_text())
+        draw(figures["summary"], FIGURE)
+        if arguments.into:
+            staleness_text.write(figures, arguments.into)
         return
     check_clean(arguments)
     jobs = [

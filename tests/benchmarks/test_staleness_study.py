@@ -1,11 +1,16 @@
 """The staleness study: what its arms are, which version samples a batch, and its figures."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from async_rl.config.effect import several_updates, weighs
+from benchmarks import staleness_text
+from benchmarks.common import ROOT
 from benchmarks.staleness_study import ARMS, STALENESS, History, Job, curve_figures, draw, summarize
+
+PAGE, RESULT = ROOT / "docs/staleness_study.md", ROOT / "benchmarks/results/staleness_study.json"
 
 
 @pytest.mark.parametrize("staleness", STALENESS)
@@ -67,3 +72,39 @@ def test_summary_over_seeds_in_the_order_of_the_study(tmp_path: Path) -> None:
     assert rows[2]["steps_to_goal"] == [None, 1]
     draw(rows, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def figures() -> dict:
+    """As a result file: two arms, two ages, two seeds; staleness 4 costs one of them 0.3."""
+    finals = {("decoupled", 0): 0.95, ("decoupled", 4): 0.94, ("uncorrected", 0): 0.95, ("uncorrected", 4): 0.65}
+    runs = [result(*key, seed, final + 0.01 * seed) for key, final in finals.items() for seed in (0, 1)]
+    for run in runs:
+        run |= {"steps": 40, "effective_sample_size": 1.0 if run["staleness"] == 0 else 0.4}
+    return json.loads(json.dumps({"summary": summarize(runs), "runs": runs, "goal": 0.9}))
+
+
+def test_table_and_sentences_go_between_the_marks(tmp_path: Path) -> None:
+    document = tmp_path / "page.md"
+    document.write_text(f"before\n{staleness_text.BEGIN}what was there\n{staleness_text.END}after\n")
+    for _ in range(2):
+        staleness_text.write(figures(), document)
+    written = document.read_text()
+    assert written.startswith("before\n") and written.endswith("after\n") and "what was there" not in written
+    assert written.count("| staleness |") == 1
+    assert "| 4 | 0.655 (0.650 to 0.660) | 0.945 (0.940 to 0.950) | 0.328 (0.325 to 0.330) |" in written
+    said = " ".join(written.split())
+    assert "after 40 steps went from 0.955 to 0.655 (-0.300)" in said
+    assert "0.9 was reached by 1 of 2 seeds (step 1) at staleness 0" in said
+    assert "1.00 at 0, 0.40 at 4; below a half from 4 on." in said
+    assert max(map(len, written.split(staleness_text.PICTURE)[0].split("\n\n- ")[1].splitlines())) <= 120
+
+
+def test_the_document_shows_the_recorded_result(tmp_path: Path) -> None:
+    assert all(PAGE.read_text(encoding="utf-8").count(mark) == 1 for mark in (staleness_text.BEGIN, staleness_text.END))
+    if not RESULT.exists():
+        pytest.skip("no study is recorded yet")
+    copy = tmp_path / PAGE.name
+    copy.write_bytes(PAGE.read_bytes())
+    staleness_text.write(json.loads(RESULT.read_text()), copy)
+    command = f"python -m benchmarks.staleness_study --draw {RESULT.relative_to(ROOT)} --into {PAGE.relative_to(ROOT)}"
+    assert copy.read_bytes() == PAGE.read_bytes(), f"run `{command}`"
