@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from async_rl import leftovers
 from async_rl.recipes.summary import read_rows
 from tests.e2e.conftest import Run
 from tests.e2e.proxy import proxy
@@ -56,6 +57,7 @@ def test_vllm_generators_through_every_failure(run: Run) -> None:
 
     One chain, so that two starts of vLLM are enough; a third generator without vLLM keeps the run going meanwhile.
     """
+    traces = Traces(run)
     patient = (*ENDLESS, "transport.connect_timeout_s=600", "run.stall_timeout_s=600", "weights.deadline_s=60")
     impatient, lenient = (f"transport.heartbeat_timeout_s={seconds}" for seconds in (8, 120))
     learner = run.learner(*patient, impatient)
@@ -65,6 +67,7 @@ def test_vllm_generators_through_every_failure(run: Run) -> None:
         words = ("generator", str(run.config), *patient, impatient, VLLM, "--name", "far", "--learner", wire.address)
         far = run.start(*words)
         run.until(lambda: works(run, "near") and works(run, "far") and works(run, "steady"), timeout_s=600)
+        traces.look()
         stop_and_continue(run, near)
         cut_and_mend(run, wire)
         learner = another_learner(run, learner, *patient, lenient)
@@ -74,6 +77,8 @@ def test_vllm_generators_through_every_failure(run: Run) -> None:
         kill_whole_in_a_publication(run, near)
     end(run, learner)
     run.wait(steady)
+    leftovers.sweep()  # as the next generator does at its start
+    traces.assert_nothing_left()
 
 
 def member(run: Run, name: str) -> dict[str, Any]:

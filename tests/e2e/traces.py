@@ -21,7 +21,9 @@ class Traces:
         self.mark = uuid.uuid4().hex
         self.temporary = run.folder / "temporary"
         self.temporary.mkdir()
-        run.environ |= {MARK: self.mark, "TMPDIR": str(self.temporary)}
+        # What a compiler keeps is meant for the next run: by default it lies among temporary files.
+        kept = str(run.folder / "compiled")
+        run.environ |= {MARK: self.mark, "TMPDIR": str(self.temporary), "TORCHINDUCTOR_CACHE_DIR": kept}
         self.pids: set[int] = set()
         self.ports: set[int] = set()
         self.shared: set[Path] = set()
@@ -48,8 +50,7 @@ class Traces:
         assert [c.laddr.port for c in sockets if c.laddr.port in self.ports and c.pid in (None, *self.pids)] == []
         shared = [str(path) for path in self.shared if path.exists()]
         assert shared == [], f"left: {shared}"
-        # torch makes an empty folder for a compiler's cache wherever it is imported.
-        files = [path for path in self.temporary.rglob("*") if not path.is_dir() or "torchinductor" not in path.name]
+        files = list(self.temporary.rglob("*"))
         owned = [path for base in leftovers._bases() for path in base.glob(f"{leftovers.PREFIX}*") if self._ours(path)]
         assert files + owned == [], f"left: {[str(path) for path in files + owned]}"
         assert [str(path) for path in (self.run.folder / "run").rglob("*") if "partial" in path.name] == []
