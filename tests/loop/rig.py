@@ -29,7 +29,10 @@ from async_rl.transport import Client
 
 
 def make_config(tmp_path: Path, **sections: dict[str, Any]) -> Config:
-    """Small and quick; `sections` override single settings."""
+    """Small and quick; `sections` override single settings.
+
+    Deadlines are longer than a crowded machine holds up a thread: what waits for one sets a shorter one.
+    """
     base: dict[str, dict[str, Any]] = {
         "run": {"dir": str(tmp_path / "run"), "steps": 12, "stall_timeout_s": 60.0},
         "model": {"path": "none"},
@@ -38,8 +41,8 @@ def make_config(tmp_path: Path, **sections: dict[str, Any]) -> Config:
         "staleness": {"max_staleness": 2, "overdue": "wait"},
         "learner": {"batch_groups": 4},
         "generator": {"slots": 8, "engine": {"type": "simulated", "median_tokens": 12.0, "tokens_per_s": 2000.0}},
-        "transport": {"port": 0, "heartbeat_s": 0.05, "heartbeat_timeout_s": 0.6, "connect_timeout_s": 60.0},
-        "weights": {"deadline_s": 3.0},
+        "transport": {"port": 0, "heartbeat_s": 0.05, "heartbeat_timeout_s": 60.0, "connect_timeout_s": 60.0},
+        "weights": {"deadline_s": 60.0},
         "rewards": {"max_attempts": 2},
     }
     for name, values in sections.items():
@@ -105,7 +108,7 @@ class Learner:
     def make_coordinator(self, draw: Callable[[], Problem | None]) -> Coordinator:
         """One that runs as a thread, with its ledger within reach."""
         self.ledger = Ledger(LedgerSettings.of(self.config), draw)
-        evaluations = Evaluations(EvaluationSettings(samples=1, deadline_s=20.0))
+        evaluations = Evaluations(EvaluationSettings(samples=1, deadline_s=120.0))
         return Coordinator(
             config=self.config,
             run_id=self.run_id,

@@ -81,10 +81,10 @@ async def test_a_leaving_generator_returns_its_leases_at_once(tmp_path: Path, mo
     """And is given no others while it waits for the acknowledgement of its last result."""
     monkeypatch.setattr("async_rl.generator.LEAVE_DEADLINE_S", 0.5)
     endless = {"type": "simulated", "median_tokens": 32.0, "sigma": 0.0, "tokens_per_s": 0.1}
-    config = make_config(tmp_path, transport={"heartbeat_timeout_s": 30.0})
+    config = make_config(tmp_path)
     learner = Learner(config)
     address = learner.start()
-    stuck = make_config(tmp_path, generator={"engine": endless}, transport={"heartbeat_timeout_s": 30.0})
+    stuck = make_config(tmp_path, generator={"engine": endless})
     async with fleet(stuck, address, "stuck") as (worker,):
         async with asyncio.timeout(150):
             while not worker.generator.work:
@@ -227,7 +227,7 @@ async def test_a_restarted_learner_gets_its_generators_back(tmp_path: Path) -> N
 
 async def test_results_of_a_cut_off_generator_are_taken_once(tmp_path: Path) -> None:
     """Cut off for longer than the timeout, then back: finished work is neither lost nor doubled."""
-    config = make_config(tmp_path, run={"steps": 16})
+    config = make_config(tmp_path, run={"steps": 16}, transport={"heartbeat_timeout_s": 1.0})
     learner = Learner(config)
     address = learner.start()
     async with fleet(config, address, "g0", "g1") as (cut, _):

@@ -20,7 +20,7 @@ from tests.loop.test_fleet import check_account
 
 async def test_results_lost_on_the_way_are_sent_again(tmp_path: Path) -> None:
     """The connection breaks and is mended below us: some results are gone, and nobody noticed a silence."""
-    learner = Learner(make_config(tmp_path, run={"steps": 8, "stall_timeout_s": 6.0}))
+    learner = Learner(make_config(tmp_path, run={"steps": 8}, transport={"heartbeat_timeout_s": 1.0}))
     async with fleet(learner.config, learner.start(), "g0", "g1") as (worker, _):
         lost = lose_finished(worker.client, number=3)
         await learner.done()
