@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,11 @@ from async_rl.coordinator.handle import CoordinatorProcess
 from async_rl.envs.rewards import RewardResult
 from async_rl.protocol import Manifest, Problem
 from async_rl.recipes.tiny_model import build_tokenizer
-from benchmarks.common import add_result_arguments, check_clean, result_file
+from benchmarks.common import Headline, Repeated, add_result_arguments, check_clean, result_file
 
 PROMPT_TOKENS, COMPLETION_TOKENS, GROUP_SIZE, BATCH_GROUPS = 64, 256, 8, 8
+COME_S = 120.0
+"""For the fleet to come, to go, and to fill a batch."""
 
 
 class NoTransfer:
@@ -140,7 +143,7 @@ class Steps:
         return (time.perf_counter() - began) / count, (time.process_time() - began_cpu) / count
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=4.0, help="length of one round")
@@ -148,13 +151,27 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=400.0, help="tokens/s of one simulated request")
     parser.add_argument("--fleet", help=argparse.SUPPRESS)
     add_result_arguments(parser)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if arguments.fleet:
         asyncio.run(generate(arguments.fleet, make_config("unused", 0, arguments.slots, arguments.rate)))
-        return
+        return 0
     check_clean(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        result_file(arguments, "benchmarks.coordinator", measure(arguments, folder))
+        found = measure(arguments, folder)
+    result_file(arguments, "benchmarks.coordinator", found, headlines(found))
+    return 0
+
+
+def headlines(found: dict[str, Any]) -> list[Headline]:
+    """What stands for the result."""
+    return [
+        Headline("longer step beside a busy coordinator", found["step_cost_share"], "of a step"),
+        Headline("more processor time of a step", found["step_cpu_cost_share"], "of a step"),
+        Headline("trajectories through the coordinator", found["trajectories_per_s"], "per s"),
+        Headline("processor time of the coordinator", found["coordinator_core_share"], "cores"),
+        Headline("a batch that lies ready, until it is held", found["batch_s"], "s"),
+        Headline("any other answer of a busy coordinator", found["answer_s"], "s"),
+    ]
 
 
 def measure(arguments: argparse.Namespace, folder: str) -> dict[str, Any]:
@@ -167,15 +184,15 @@ def measure(arguments: argparse.Namespace, folder: str) -> dict[str, Any]:
     argv += ["--slots", str(arguments.slots), "--rate", str(arguments.rate)]
     fleet = subprocess.Popen(argv)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + COME_S
         while not any(member["state"] == "active" for member in coordinator.status()["generators"]):
-            assert time.monotonic() < deadline, "the fleet did not come within 60 s"
+            assert time.monotonic() < deadline, f"the fleet did not come within {COME_S:g} s"
             time.sleep(0.1)
         return alternate(arguments, coordinator, fleet)
     finally:
         fleet.send_signal(signal.SIGCONT)
         coordinator.stop("done")
-        fleet.wait(20)
+        fleet.wait(COME_S)
 
 
 def publish(coordinator: CoordinatorProcess, version: int) -> None:
@@ -204,10 +221,7 @@ def alternate(
         figures |= Reading(coordinator, fleet).since(before) | drain(coordinator)
         for name, value in figures.items():
             samples.setdefault(name, []).append(value)
-    spread = {
-        name: {"median": statistics.median(values), "min": min(values), "max": max(values)}
-        for name, values in samples.items()
-    }
+    spread = {name: Repeated.of(values) for name, values in samples.items()}
     return {"n": arguments.rounds, "tokens_per_trajectory": COMPLETION_TOKENS, "step_idle_s": idle} | spread
 
 
@@ -233,11 +247,16 @@ class Reading:
 def drain(coordinator: CoordinatorProcess) -> dict[str, float]:
     """Take and forget what lies in the buffer, so that memory stays flat; returns how long things took."""
     batches_s, answers_s = [], []
+    deadline = time.monotonic() + COME_S
+    while coordinator.status()["ledger"]["buffered"] < BATCH_GROUPS:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no batch was complete within {COME_S:g} s: raise --slots or --rate")
+        time.sleep(0.05)
     while coordinator.status()["ledger"]["buffered"] >= BATCH_GROUPS:
         began = time.perf_counter()
         request = coordinator.request_batch()
-        if not request.wait(10.0):
-            raise TimeoutError("a batch lay in the buffer and was not given out within 10 s")
+        if not request.wait(COME_S):
+            raise TimeoutError("a batch lay in the buffer and was not given out")
         batches_s.append(time.perf_counter() - began)
         coordinator.trained()
         began = time.perf_counter()
@@ -247,4 +266,4 @@ def drain(coordinator: CoordinatorProcess) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

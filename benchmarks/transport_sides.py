@@ -94,9 +94,14 @@ class Side(ABC):
         deadline = time.monotonic() + START_S
         while self.count() < BATCH_GROUPS or not self.complete():
             if time.monotonic() > deadline:
+                self.close()
                 raise TimeoutError(f"no groups came through the side {self.name!r} within {START_S:g} s")
+            self.go_on()
             time.sleep(0.05)
         self.pause()
+
+    def go_on(self) -> None:  # noqa: B027
+        """Called while the first groups are awaited: makers that work for a time only are given more of it."""
 
 
 def cpu_seconds(pid: int) -> float:
@@ -241,24 +246,33 @@ class RaySide(Side):
 
         self.ray = ray
         ray.init(
-            address="local", num_cpus=makers + 2, include_dashboard=False, log_to_driver=False,
+            # Actors that ask for no CPU need none of the processes that Ray starts in advance for each.
+            address="local", num_cpus=0, include_dashboard=False, log_to_driver=False,
             object_store_memory=512 << 20, configure_logging=False,
+            # By default Ray's workers give way to everything else; the other sides' processes do not.
+            _system_config={"worker_niceness": 0},
         )  # fmt: skip
-        self.queue = Queue(QUEUE_GROUPS)
-        middle = ray.get(self.queue.actor.__ray_call__.remote(lambda _: os.getpid()))
-        producer = ray.remote(Producer)
+        self.queue = Queue(QUEUE_GROUPS, actor_options={"num_cpus": 0})
+        middle = ray.get(self.queue.actor.__ray_call__.remote(lambda _: os.getpid()), timeout=START_S)
+        producer = ray.remote(num_cpus=0)(Producer)
         self.producers = [producer.remote(self.queue.actor) for _ in range(makers)]
         self.pids["middle"] = [middle]
-        self.pids["makers"] = ray.get([one.pid.remote() for one in self.producers])
+        self.pids["makers"] = ray.get([one.pid.remote() for one in self.producers], timeout=START_S)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._consume, daemon=True)
         self._thread.start()
         self._round: list[Any] = []
-        self.resume(1.0)
         self.settle()
 
     def resume(self, seconds: float) -> None:
         self._round = [one.produce.remote(seconds) for one in self.producers]
+
+    def go_on(self) -> None:
+        """Rounds of a second until enough has come: on a busy machine the first one may carry a few groups."""
+        if self._round and self.ray.wait(self._round, num_returns=len(self._round), timeout=0)[1]:
+            return
+        self.ray.get(self._round, timeout=START_S)  # raises what a producer raised
+        self.resume(1.0)
 
     def pause(self) -> None:
         self.ray.get(self._round, timeout=START_S)
