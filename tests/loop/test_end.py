@@ -11,6 +11,7 @@ import pytest
 from async_rl.checkpoints import CheckpointError
 from async_rl.learner import loop
 from async_rl.learner.ranks import RankContext
+from async_rl.learner.start import FINISHED
 from tests.loop.rig import make_config
 
 
@@ -75,6 +76,7 @@ def end(
     """The end of a run after step 3, of which version 2 was the last to be published."""
     monkeypatch.setattr(loop, "agree", lambda ok: ok)
     config = make_config(tmp_path, staleness={"max_staleness": 2, "publish_every": 2})
+    Path(config.run.dir).mkdir()
     run = loop.Loop.__new__(loop.Loop)
     run.config, run.ctx, run.policy = config, RankContext(rank, 2, "cpu"), parts  # type: ignore[assignment, arg-type]
     run.lead, run.wire_dtype = parts if rank == 0 else None, "float32"  # type: ignore[assignment]
@@ -89,6 +91,7 @@ def test_the_last_version_is_saved_published_and_evaluated(tmp_path: Path, monke
     parts = Ends()
     end(tmp_path, monkeypatch, parts)
     assert parts.done == ["save", "publish 3", "finish 3 True", "close"]
+    assert (tmp_path / "run" / FINISHED).read_text() == "3\n"
 
 
 def test_a_failing_last_evaluation_does_not_cost_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,6 +106,7 @@ def test_an_interrupted_rank_0_says_so_after_it_has_saved(tmp_path: Path, monkey
     with pytest.raises(KeyboardInterrupt):
         end(tmp_path, monkeypatch, parts, interrupted=True)
     assert parts.done == ["save", "finish 3 False", "close"]
+    assert not (tmp_path / "run" / FINISHED).exists(), "it can go on"
 
 
 def test_other_ranks_end_without_an_error_when_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

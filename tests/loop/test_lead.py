@@ -26,6 +26,7 @@ def make_lead(tmp_path: Path, deadline_s: float) -> tuple[Lead, list[str]]:
     lead = Lead.__new__(Lead)
     lead.config, lead.run_dir, lead.coordinator = learner.config, tmp_path, learner.coordinator
     lead.console = SimpleNamespace(message=notes.append, update=lambda *_: None)  # type: ignore[assignment]
+    lead.predictions = no_predictions()
     lead.evaluated, lead.accuracies, lead.sinks = -1, [], []
     lead.last_values, lead._fresh_results = {}, []
     lead.coordinator.start()
@@ -33,12 +34,17 @@ def make_lead(tmp_path: Path, deadline_s: float) -> tuple[Lead, list[str]]:
     return lead, notes
 
 
+def no_predictions() -> Any:
+    """Nothing is simulated beside the run."""
+    return SimpleNamespace(update=lambda *_: None, sentence=None)
+
+
 async def test_the_last_evaluation_without_generators_ends_and_says_what_is_missing(tmp_path: Path) -> None:
     lead, notes = make_lead(tmp_path, deadline_s=0.5)
     async with asyncio.timeout(150):
         await asyncio.to_thread(lead.finish, 0, True)
     assert len(notes) == 1
-    assert re.fullmatch(r"version 0: evaluation found nothing \(0 failed, 6 missing after \d.\d s; .*_s\)", notes[0])
+    assert re.fullmatch(r"version 0: evaluation found nothing \(0 failed, 6 missing after \d+\.\d s; .*_s\)", notes[0])
 
 
 async def test_a_signal_ends_the_wait_for_the_last_evaluation(tmp_path: Path) -> None:
@@ -85,7 +91,7 @@ def test_an_alarm_is_counted_said_and_written_before_it_ends_the_run(
     config = make_config(tmp_path, alarms={"patience": 1, "stop": ("failures",)})
     written: list[dict[str, float]] = []
     lead = Lead.__new__(Lead)
-    lead.config, lead.alarms = config, Alarms(config, on_cpu=True)
+    lead.config, lead.alarms, lead.predictions = config, Alarms(config, on_cpu=True), no_predictions()
     lead._step_started = lead._wait_s = 0.0
     lead._gather_s, lead._fresh_results, lead.last_values = None, [], {}
     lead.console = SimpleNamespace(update=lambda *_: None)  # type: ignore[assignment]
