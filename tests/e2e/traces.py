@@ -21,9 +21,7 @@ class Traces:
         self.mark = uuid.uuid4().hex
         self.temporary = run.folder / "temporary"
         self.temporary.mkdir()
-        # What a compiler keeps is meant for the next run: by default it lies among temporary files.
-        kept = str(run.folder / "compiled")
-        run.environ |= {MARK: self.mark, "TMPDIR": str(self.temporary), "TORCHINDUCTOR_CACHE_DIR": kept}
+        run.environ |= {MARK: self.mark, "TMPDIR": str(self.temporary)}
         self.pids: set[int] = set()
         self.ports: set[int] = set()
         self.shared: set[Path] = set()
@@ -50,7 +48,9 @@ class Traces:
         assert [c.laddr.port for c in sockets if c.laddr.port in self.ports and c.pid in (None, *self.pids)] == []
         shared = [str(path) for path in self.shared if path.exists()]
         assert shared == [], f"left: {shared}"
-        files = list(self.temporary.rglob("*"))
+        # torch keeps headers that it has compiled for the next process of the same user.
+        ours = [entry for entry in self.temporary.iterdir() if not entry.name.startswith("torchinductor_")]
+        files = [path for entry in ours for path in (entry, *entry.rglob("*"))]
         owned = [path for base in leftovers._bases() for path in base.glob(f"{leftovers.PREFIX}*") if self._ours(path)]
         assert files + owned == [], f"left: {[str(path) for path in files + owned]}"
         assert [str(path) for path in (self.run.folder / "run").rglob("*") if "partial" in path.name] == []
