@@ -60,7 +60,8 @@ class Checkpoints:
         self._last_time = clock()
         self._staging = Staging()
         self._metrics = Metrics()
-        self._pending: Writing | None = None
+        self.writing: Writing | None = None
+        """The save under way; one that is done until its outcome is taken."""
         # Its waits are for the slowest rank's writing.
         timeout = timedelta(seconds=self.settings.deadline_s + MARGIN_S)
         # A group of its own: training's collectives run at the same time, in an order that differs from rank to rank.
@@ -103,7 +104,7 @@ class Checkpoints:
             shared=shared,
             model_files=self.policy.source,
         )
-        self._pending = Writing(
+        self.writing = Writing(
             step, self._writer.run_dir, self.settings.deadline_s, lambda: self._writer.write(contents)
         )
         self.last_step, self._last_time = step, self.clock()
@@ -113,9 +114,9 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Return once no save is under way; CheckpointError when it takes longer than checkpoint.deadline_s."""
-        if self._pending is not None:
-            self._pending.wait()
-            self._take(self._pending)
+        if self.writing is not None:
+            self.writing.wait()
+            self._take(self.writing)
 
     def close(self) -> None:
         """Wait for the save under way, the last one."""
@@ -123,13 +124,13 @@ class Checkpoints:
 
     def record(self, metrics: Metrics) -> None:
         """Add what happened since the last call; rank 0."""
-        if self._pending is not None and self._pending.done():
-            self._take(self._pending)
+        if self.writing is not None and self.writing.done():
+            self._take(self.writing)
         metrics.merge(self._metrics)
         self._metrics = Metrics()
 
     def _take(self, pending: Writing) -> None:
-        self._pending = None
+        self.writing = None
         try:
             saved = pending.result()
         except CheckpointError as error:
