@@ -201,10 +201,8 @@ async def test_temperature_zero_takes_the_most_likely_token(rig):
     assert rig.gap(version, sample, temperature=1.0).max() < CLOSE
     logprobs = rig.distributions(version, sample, temperature=1.0)
     assert np.abs(sample.logprobs - logprobs.max(axis=1)).max() < CLOSE, "another token was more likely"
-    for temperature in (1.0, 0.05):
-        others = await asyncio.gather(*(rig.sample(1, seed, temperature=temperature) for seed in range(20)))
-        first = {int(other.completion_ids[0]) for other in others}
-        assert (first == {int(sample.completion_ids[0])}) == (temperature < 1)
+    others = await asyncio.gather(*(rig.sample(1, seed, temperature=1.0) for seed in range(20)))
+    assert len({int(other.completion_ids[0]) for other in others}) > 1, "nothing was left to choose"
 
 
 @every_model
