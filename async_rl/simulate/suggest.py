@@ -11,6 +11,8 @@ from async_rl.simulate.search import WITHIN, OutOfBudget, Search, Settings, devi
 
 WORTH = 0.05
 """Predicted gains below this are not worth a change."""
+SPARED = 0.01
+"""Nor are savings of less than this share of what there is: one generator of hundreds."""
 
 
 class Suggestion(NamedTuple):
@@ -119,7 +121,9 @@ def _spared(config: Config, now: Outcome, search: Search) -> Iterator[Suggestion
         ("staleness.max_staleness", [n for n in (1, 2, 3, 4, 6) if n < s.max_staleness]),
         ("generator.count", [n for n in sorted({count // 2, count * 3 // 4, count - 1}) if 0 < n < count]),
     ):
-        tried = (_try(config, now, search, {path: n}, "costs nothing") for n in values)
+        have = s.max_staleness if path == "staleness.max_staleness" else count
+        worth = [n for n in values if have - n >= SPARED * have]
+        tried = (_try(config, now, search, {path: n}, "costs nothing") for n in worth)
         found = next((t for t in tried if t is not None and t.gain > -WITHIN), None)
         if found is not None:
             yield found

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from async_rl.config import ConfigError
+from async_rl.config import Config, ConfigError
+from async_rl.simulate.outcome import Outcome
 from async_rl.simulate.search import Candidate, Search, choose, replaced, synchronous
 from async_rl.simulate.simulator import simulated_members
 from async_rl.simulate.suggest import Suggestion, suggest
@@ -34,6 +36,21 @@ def test_a_slow_learner_spares_generators_or_takes_another_rank() -> None:
     spared = suggestion(found, "generator.count")
     assert spared.changes == {"generator.count": 2}
     assert spared.gain == pytest.approx(0.0, abs=0.02)
+
+
+@pytest.mark.parametrize(("count", "spared"), [(768, None), (100, 99)])
+def test_one_generator_of_hundreds_is_not_worth_a_change(count: int, spared: int | None) -> None:
+    """All but one are needed: of 768 that is no saving, of 100 it is 1 %."""
+    fixed = Search(make_costs()).outcome(make_config())
+
+    class Known(Search):
+        def outcome(self, config: Config) -> Outcome:
+            enough = min(config.generator.count / (count - 1), 1.0)
+            return msgspec.structs.replace(fixed, trained_tokens_per_s=1000.0 * enough**4)
+
+    found = suggest(make_config(f"generator.count={count}"), Known(make_costs()))
+    counts = [s.changes["generator.count"] for s in found if "generator.count" in s.changes]
+    assert counts == ([] if spared is None else [spared])
 
 
 def test_synchronous_training_is_told_to_overlap() -> None:
