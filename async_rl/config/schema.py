@@ -432,7 +432,7 @@ class SimulatedEngine(Section, frozen=True, tag="simulated", tag_field="type"):
     sigma: Annotated[float, _text("Sigma of the lognormal length; 0: all equal.", ge=0)] = 0.5
     tokens_per_s: Annotated[float, _text("Decoding rate of one running request.", gt=0)] = 1000.0
     load_s: Annotated[float, _text("Seconds that loading new weights takes.", ge=0)] = 0.0
-    vocab_size: Annotated[int, _text("Token ids are 0..vocab_size-1.", ge=2)] = 100
+    vocab_size: Annotated[int, _text("Token ids are 0..vocab_size-1; fewer where the model knows fewer.", ge=2)] = 100
 
 
 EngineConfig = VllmEngine | HfEngine | SimulatedEngine

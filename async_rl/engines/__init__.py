@@ -37,8 +37,13 @@ def build_engine(config: Config, *, seed: int, threads: int) -> Engine:
                 running_requests=generator.running_requests,
             )
         case schema.SimulatedEngine():
-            from async_rl.engines.simulated import SimulatedEngine
+            from async_rl.engines.simulated import SimulatedEngine, known_tokens
 
-            return SimulatedEngine(generator.engine, slots=generator.slots, running_requests=generator.running_requests)
+            return SimulatedEngine(
+                generator.engine,
+                slots=generator.slots,
+                running_requests=generator.running_requests,
+                known_tokens=known_tokens(config.model.path),
+            )
         case other:
             assert_never(other)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
 import time
 from collections.abc import Awaitable, Callable
@@ -51,6 +52,15 @@ class _Running:
         )
 
 
+def known_tokens(model: str | Path) -> int | None:
+    """Size of the vocabulary in a model folder's config.json; None where there is none to be read."""
+    try:
+        settings = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+        return int(settings.get("text_config", settings)["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
 class SimulatedEngine(Engine):
     """Sleeps instead of sampling; the policy is uniform noise."""
 
@@ -62,10 +72,13 @@ class SimulatedEngine(Engine):
         *,
         slots: int | None = None,
         running_requests: Literal["recompute", "keep", "finish"] = "recompute",
+        known_tokens: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self.config, self.running_requests = config, running_requests
+        # The learner looks every id up in the embedding of its model.
+        self._vocab_size = min(config.vocab_size, known_tokens or config.vocab_size)
         self._clock, self._sleep = clock, sleep
         # Requests beyond the slots wait, as they do in a real engine.
         free = asyncio.Semaphore(slots) if slots else contextlib.nullcontext()
@@ -103,7 +116,7 @@ class SimulatedEngine(Engine):
             if not self._running:
                 self._idle.set()
         return Sample(
-            completion_ids=random.integers(0, self.config.vocab_size, length, dtype=np.int32),
+            completion_ids=random.integers(0, self._vocab_size, length, dtype=np.int32),
             logprobs=-random.exponential(size=length).astype(np.float32),
             versions=running.spans(),
             finish="stop" if wanted <= request.sampling.max_tokens else "length",

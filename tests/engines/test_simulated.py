@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from async_rl.config import schema
+from async_rl.config import build_config, schema
+from async_rl.engines import build_engine
 from async_rl.engines.base import EngineError, SampleRequest
-from async_rl.engines.simulated import SimulatedEngine
+from async_rl.engines.simulated import SimulatedEngine, known_tokens
 from async_rl.protocol import SamplingParams, VersionSpan
 from tests.engines.virtual_time import VirtualTime
 
@@ -39,6 +41,29 @@ async def test_a_completion_takes_its_tokens_divided_by_the_rate():
     await bench.time.run_until(10.0)
     assert task.result().versions == (VersionSpan(0, 0, 100),)
     assert task.result().finish == "stop"
+
+
+async def test_every_token_is_one_that_the_model_knows(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 7}')
+    config = build_config(
+        {
+            "model": {"path": str(tmp_path)},
+            "environment": {"type": "arithmetic"},
+            "generator": {"engine": {"type": "simulated", "sigma": 0, "tokens_per_s": 1e9}},
+        }
+    )
+    request = SampleRequest("r", np.zeros(3, dtype=np.int32), SamplingParams(max_tokens=64, temperature=1.0, seed=0))
+    assert set((await build_engine(config, seed=0, threads=1).sample(request)).completion_ids) == set(range(7))
+    (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 200}}')
+    tokens = (await build_engine(config, seed=0, threads=1).sample(request)).completion_ids
+    assert 7 < max(tokens) < 100  # those of engine.vocab_size
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", "{}", '{"vocab_size": null}'])
+def test_a_folder_that_says_no_size_leaves_the_setting(content: str | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    assert known_tokens(tmp_path) is None
 
 
 async def test_requests_run_side_by_side_and_stop_at_their_limit():
