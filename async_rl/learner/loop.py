@@ -49,14 +49,19 @@ def run_learner(config: Config, resolved_from: str) -> int:
             say_finished(config)
         ctx.close()
         return 0
-    lead = Lead(config, resolved_from, ctx.device, start) if ctx.rank == 0 else None
+    lead: Lead | None = None
     try:
-        policy = load_policy(config.model, config.learner, ctx)
-        Loop(config, ctx, policy, lead, start).run()
-    except BaseException:
+        with _InterruptFlag() as interrupted:
+            lead = Lead(config, resolved_from, ctx.device, start) if ctx.rank == 0 else None
+            policy = load_policy(config.model, config.learner, ctx)
+            Loop(config, ctx, policy, lead, start).run(interrupted)
+    except BaseException as error:
         if lead is not None:
             lead.abort()
-        raise
+        if not isinstance(error, _NothingToSave):
+            raise
+        if ctx.rank == 0:
+            print("SIGTERM before the first step: there is nothing to save")
     finally:
         ctx.close()
     return 0
@@ -78,22 +83,21 @@ class Loop:
         self._evaluated = 0
         self._published = start.step
 
-    def run(self) -> None:
+    def run(self, interrupted: _InterruptFlag) -> None:
         """The whole run: the version it begins with is published and evaluated first, the last one is saved."""
-        interrupted = _InterruptFlag()
-        with interrupted:
-            step = self.start.step
-            evaluate = self._resume() and self.config.evaluation.every > 0
-            if self.lead is not None:
-                self.lead.start()
-            self._publish(step, evaluate)
-            while step < self.config.run.steps:
-                groups = self._next_batch(step + 1, interrupted)
-                if groups is None:
-                    break
-                step += 1
-                self._step(step, groups)
-            self._end(step, interrupted)
+        step = self.start.step
+        evaluate = self._resume() and self.config.evaluation.every > 0
+        interrupted.loading = False
+        if self.lead is not None:
+            self.lead.start()
+        self._publish(step, evaluate)
+        while step < self.config.run.steps:
+            groups = self._next_batch(step + 1, interrupted)
+            if groups is None:
+                break
+            step += 1
+            self._step(step, groups)
+        self._end(step, interrupted)
 
     def _resume(self) -> bool:
         """Take everything back from the checkpoint, if there is one; whether to evaluate the version it makes."""
@@ -192,11 +196,20 @@ class Loop:
             mark_finished(Path(self.config.run.dir), step)
 
 
+class _NothingToSave(BaseException):
+    """SIGTERM came while the model was loaded."""
+
+
 class _InterruptFlag:
-    """Turns SIGINT and SIGTERM into a flag that the loop looks at between steps; a second one interrupts at once."""
+    """Turns SIGINT and SIGTERM into a flag that the loop looks at between steps; a second one interrupts at once.
+
+    So does the first one while the model loads, which takes minutes and leaves nothing to save.
+    """
 
     def __init__(self) -> None:
         self._set = False
+        self.loading = True
+        """Until the first version is there."""
         self.number: int | None = None
         """The first signal."""
         self._before: dict[int, Any] = {}
@@ -205,7 +218,9 @@ class _InterruptFlag:
         return self._set
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        if self._set:
+        if self.loading and number == signal.SIGTERM:
+            raise _NothingToSave
+        if self.loading or self._set:
             raise KeyboardInterrupt
         self._set, self.number = True, number
         log.warning("%s: stopping after the step under way (again to stop at once)", signal.Signals(number).name)

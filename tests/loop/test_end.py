@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from async_rl.checkpoints import CheckpointError
+from async_rl.checkpoints.lineage import Lineage
 from async_rl.learner import loop
 from async_rl.learner.ranks import RankContext
-from async_rl.learner.start import FINISHED
+from async_rl.learner.start import FINISHED, Start
 from tests.loop.rig import make_config
 
 
@@ -140,3 +142,63 @@ def test_a_last_checkpoint_that_failed_is_an_error(tmp_path: Path, monkeypatch: 
     with pytest.raises(CheckpointError, match=r"step 3 is not saved: disk full"):
         end(tmp_path, monkeypatch, parts, checkpoints=True, error=CheckpointError("disk full"))
     assert parts.done[-1] == "close", "the fleet is told and the files are closed first"
+
+
+# --- a signal while the model loads ----------------------------------------------------------------
+
+
+class Unhandled(BaseException):
+    """A signal reached the handler that was there before the learner's."""
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Signals that the learner does not catch are errors here, and do not end the tests."""
+
+    def unhandled(number: int, _: Any) -> None:
+        raise Unhandled(number)
+
+    before = {number: signal.signal(number, unhandled) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def load_until(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int | str, list[str]]:
+    """A learner that gets a signal while its model loads: what comes of it, and what became of its coordinator."""
+    done: list[str] = []
+
+    class Opened:
+        def __init__(self, *_: Any) -> None:
+            done.append("start")
+
+        def abort(self) -> None:
+            done.append("abort")
+
+    def load(*_: Any) -> None:
+        signal.raise_signal(number)
+        raise AssertionError("the model is loaded")
+
+    monkeypatch.setattr(loop, "init_ranks", lambda config: RankContext(0, 1, "cpu"))  # type: ignore[arg-type]
+    monkeypatch.setattr(loop, "share_start", lambda config, ctx: Start(Lineage.first()))
+    monkeypatch.setattr(loop, "Lead", Opened)
+    monkeypatch.setattr(loop, "load_policy", load)
+    try:
+        return loop.run_learner(make_config(tmp_path), "config.toml"), done
+    except KeyboardInterrupt:
+        return "interrupted", done
+
+
+@pytest.mark.usefixtures("handlers")
+def test_sigterm_while_the_model_loads_ends_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert load_until(signal.SIGTERM, tmp_path, monkeypatch) == (0, ["start", "abort"])
+    assert capsys.readouterr().out == "SIGTERM before the first step: there is nothing to save\n"
+    with pytest.raises(Unhandled):
+        signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.usefixtures("handlers")
+def test_ctrl_c_while_the_model_loads_interrupts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_until(signal.SIGINT, tmp_path, monkeypatch) == ("interrupted", ["start", "abort"])
