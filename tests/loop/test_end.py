@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from async_rl.checkpoints import CheckpointError
+from async_rl.checkpoints.finished import FINISHED
 from async_rl.checkpoints.lineage import Lineage
 from async_rl.learner import loop
 from async_rl.learner.ranks import RankContext
-from async_rl.learner.start import FINISHED, Start
+from async_rl.learner.start import Start
 from tests.loop.rig import make_config
 
 
