@@ -40,7 +40,7 @@ def test_the_loop_with_vllm(run: Run) -> None:
     traces.look()
     run.wait(train, timeout_s=600)
     traces.assert_nothing_left()
-    assert traces.shared, "vLLM's processes share memory"
+    assert traces.pids, "it was looked at while it ran"
     rows = [row for row in run.metrics() if "reward/mean" in row]
     assert len(rows) == 12
     assert 0 < max(row["staleness/max"] for row in rows) <= 2
