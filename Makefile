@@ -5,6 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 LOCK := requirements/cpu.txt
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
+# TRL, which two benchmarks compare with, in an environment of its own.
+PEERS := .venv-peers
+PEERS_LOCK := requirements/peers.txt
 # Further arguments for pip. Where PyPI's torch is the CUDA build, take the CPU build instead:
 #   make setup PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 PIP_ARGS ?=
@@ -12,12 +15,14 @@ PIP_ARGS ?=
 TEST_WORKERS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart real gsm8k test chaos mutate lint format docs clean
+.PHONY: help setup peers quickstart real gsm8k test chaos mutate lint format docs clean
 
 help: ## Show this list.
 	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
 setup: $(VENV)/.installed ## Create .venv and install the pinned packages and this project (minutes, 3.3 GB; once).
+
+peers: $(PEERS)/.packages ## Create .venv-peers with TRL, for the benchmarks that compare with it (a minute, 1.5 GB; once).
 
 quickstart: setup ## Teach a tiny model arithmetic with a real vLLM engine: under five minutes on two cores.
 	$(BIN)/async-rl quickstart
@@ -55,7 +60,7 @@ docs: setup ## Write the generated pages of docs/.
 	$(BIN)/python -m async_rl.pages docs
 
 clean: ## Remove the environment and caches.
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # The project itself: installed again when its metadata changes.
 $(VENV)/.installed: $(VENV)/.packages pyproject.toml
@@ -70,4 +75,11 @@ $(VENV)/.packages: $(LOCK)
 	@"$(PYTHON)" -m venv $(VENV)
 	@echo "Installing $$(wc -l < $(LOCK)) pinned packages into $(VENV): about two to four minutes, 3.3 GB ..."
 	@$(PIP) install --no-deps $(PIP_ARGS) -r $(LOCK)
+	@touch $@
+
+$(PEERS)/.packages: $(PEERS_LOCK)
+	@command -v "$(PYTHON)" >/dev/null || { echo 'error: no $(PYTHON) here; name a Python 3.11 or newer: make peers PYTHON=/path/to/python'; exit 2; }
+	@"$(PYTHON)" -m venv $(PEERS)
+	@echo "Installing $$(wc -l < $(PEERS_LOCK)) pinned packages into $(PEERS): about a minute, 1.5 GB ..."
+	@$(PEERS)/bin/python -m pip --disable-pip-version-check --no-input -qq install --no-deps $(PIP_ARGS) -r $(PEERS_LOCK)
 	@touch $@

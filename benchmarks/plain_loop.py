@@ -76,7 +76,7 @@ class PlainLoop:
 
     def evaluate(self) -> float:
         """Accuracy on the held-out problems at temperature 1."""
-        problems = self.source.eval_problems()
+        problems = [p for p in self.source.eval_problems() for _ in range(self.config.evaluation.samples)]
         return float(torch.cat([self.sample(problems[i : i + 64])[2] for i in range(0, len(problems), 64)]).mean())
 
 
