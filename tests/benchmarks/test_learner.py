@@ -14,7 +14,7 @@ from benchmarks.learner_data import Shape
 from benchmarks.workers import Meter, Worker, peers_missing
 from tests.tiny_models import tiny_model
 
-WAIT_S = 240.0
+WAIT_S = 600.0
 
 
 def test_completions_have_the_lengths_and_rewards_that_were_asked_for(tmp_path: Path) -> None:
