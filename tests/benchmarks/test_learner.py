@@ -127,7 +127,7 @@ def test_a_worker_that_ends_says_why(echo: Worker) -> None:
 def test_a_worker_that_takes_too_long_is_named(echo: Worker) -> None:
     echo.ready()
     with pytest.raises(RuntimeError, match=r"tests\.benchmarks\.echo took more than 0\.1 s to answer"):
-        echo.ask({"sleep_s": 5}, 0.1)
+        echo.ask({"sleep_s": 2}, 0.1)
 
 
 def tiny_run(tmp_path: Path, *more: str) -> dict:
