@@ -22,13 +22,27 @@ def pair() -> tuple[Link, Link]:
 
 def test_values_arrive_whole_and_in_order_whatever_their_size() -> None:
     learner, process = pair()
-    blocks = [np.arange(size, dtype=np.uint8) for size in (0, 1, 5_000_000, 17)]
-    sender = threading.Thread(target=lambda: [process.send(c.Answer(number=i, value=b)) for i, b in enumerate(blocks)])
+    blocks = [np.arange(size, dtype=np.uint8) for size in (0, 1, 5_000_000, 17, 70_000)]
+    answers = [
+        c.Answer(number=0, frames=tuple(blocks)),
+        *(c.Answer(number=i + 1, frames=(b,)) for i, b in enumerate(blocks)),
+    ]
+
+    def send() -> None:
+        try:
+            for answer in answers:
+                process.send(answer)
+        finally:
+            process.close()
+
+    sender = threading.Thread(target=send)
     sender.start()
-    for number, block in enumerate(blocks):
+    for sent in answers:
         answer = learner.receive()
-        assert answer.number == number
-        np.testing.assert_array_equal(answer.value, block)
+        assert answer.number == sent.number and len(answer.frames) == len(sent.frames)
+        for got, block in zip(answer.frames, sent.frames, strict=True):
+            np.testing.assert_array_equal(got, block)
+    assert learner.receive() is None
     sender.join()
 
 
