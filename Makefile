@@ -35,8 +35,9 @@ gsm8k: setup ## Evaluate SmolLM2-135M on 100 GSM8K problems with the math reward
 
 # Several processes, a file of tests in one of them. Tests of real processes with real deadlines can disturb each other on
 # few cores: what failed (exit code 1, nothing else) is run once more, alone, and that decides. Both reports are shown.
+# In the order of their folders, since the files of the end-to-end tests are few and long and must not begin last.
 test: setup ## Run all tests, fast and slow.
-	@$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS) || { code=$$?; \
+	@$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS) || { code=$$?; \
 		[ $$code = 1 ] || exit $$code; \
 		echo "Once more, alone, what failed:"; \
 		$(BIN)/python -m pytest --last-failed --last-failed-no-failures none $(PYTEST_ARGS); }
