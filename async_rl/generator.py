@@ -34,6 +34,7 @@ from async_rl.engines.base import Engine, EngineError, Sample, SampleRequest
 from async_rl.envs.base import Environment, build_environment
 from async_rl.envs.tokenize import completion_text, load_tokenizer
 from async_rl.keys import Keys, keys_of
+from async_rl.tasks import end_tasks
 from async_rl.transport import Client
 from async_rl.weights.errors import WeightsError
 
@@ -43,6 +44,8 @@ BUNDLE_S = 0.002
 """What finishes within this time travels in one message."""
 BUNDLE_BYTES = 1 << 20
 """Of one message, roughly, unless a single result is larger."""
+END_S = 30.0
+"""For what still runs at the end to stop."""
 LEAVE_DEADLINE_S = 10.0
 """Seconds that a leaving generator waits for its last messages to be acknowledged."""
 
@@ -149,9 +152,7 @@ class Generator:
                     task.result()
             return await self._over
         finally:
-            for task in [*tasks, *self.work.values()]:
-                task.cancel()
-            await asyncio.gather(*tasks, *self.work.values(), return_exceptions=True)
+            await end_tasks([*tasks, *self.work.values()], END_S)
 
     async def leave(self, reason: str) -> None:
         """Leave cleanly: return unfinished leases, wait (bounded) for the last acknowledgements, say goodbye."""

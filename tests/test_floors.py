@@ -21,7 +21,7 @@ FLOORS = {
     ),
     1: (
         "config", "protocol", "trajectories", "frames", "metrics", "staleness", "addresses", "errors", "logs",
-        "leftovers",
+        "leftovers", "tasks",
     ),
 }  # fmt: skip
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names}

@@ -157,7 +157,9 @@ class HfEngine(Engine):
         future = Future[T]()
         threading.Thread(target=_complete, args=(future, work), name=what, daemon=True).start()
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(future), deadline_s + GRACE_S)
+            # Not wait_for: it swallows a cancellation that comes together with the result (before Python 3.12).
+            async with asyncio.timeout(deadline_s + GRACE_S):
+                return await asyncio.wrap_future(future)
         except TimeoutError as error:
             self._receiver = self._new_receiver(self._receiver.device)
             raise WeightsError(

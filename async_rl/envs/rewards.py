@@ -171,7 +171,8 @@ class _Worker:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        await asyncio.wait_for(self.process.wait(), EXIT_DEADLINE_S)
+        async with asyncio.timeout(EXIT_DEADLINE_S):
+            await self.process.wait()
 
     async def _exchange(self, message: object, deadline_s: float, verb: str) -> bytes:
         assert self.process is not None and self.process.stdin is not None and self.process.stdout is not None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -158,3 +160,22 @@ async def test_missing_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="none"):
         await engine.start()
     await engine.close()
+
+
+async def test_a_cancellation_that_comes_together_with_a_transfer_s_end_is_heard(rig: Rig) -> None:
+    """`asyncio.wait_for` of Python 3.11 gives the result instead, and what was told to end goes on for ever."""
+    ended, go_on = threading.Event(), threading.Event()
+
+    def work() -> int:
+        go_on.wait(60)
+        ended.set()
+        return 1
+
+    task = asyncio.create_task(rig.engine._transfer(work, 60.0, "testing"))
+    await asyncio.sleep(0)
+    go_on.set()
+    ended.wait(60)
+    time.sleep(0.2)  # Without yielding: the result waits in the loop, behind this function.
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task

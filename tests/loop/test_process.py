@@ -300,7 +300,7 @@ async def test_the_learner_does_the_blocking_work_of_publications(
     await client.send(p.Goodbye(reason="enough"))
     await asyncio.to_thread(coordinator.wait_for_publication)
     assert coordinator.status()["published"] == 2
-    assert transfer.asked[4:] == [("send", 2, 3.0), ("abandon", 2, "g0 is gone: enough")]
+    assert transfer.asked[4:] == [("send", 2, config().weights.deadline_s), ("abandon", 2, "g0 is gone: enough")]
     client.close()
 
 
