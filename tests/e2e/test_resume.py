@@ -67,7 +67,8 @@ def test_twenty_steps_equal_ten_and_a_kill_and_ten(run: Run) -> None:
     run.generator("g0", *common)
     run.wait(resumed)
     assert "resumed from" in run.output() and "10 steps are done" in run.output()
-    keys = ("loss/policy", "optimizer/lr", "optimizer/grad_norm", "reward/mean", "ledger/issued", "ledger/trained")
+    # Not ledger/issued: the version is out when a step is reported, and the next tickets may be too.
+    keys = ("loss/policy", "optimizer/lr", "optimizer/grad_norm", "reward/mean", "ledger/trained")
     assert [{key: row[key] for key in ("step", *keys)} for row in rows(broken)] == [
         {key: row[key] for key in ("step", *keys)} for row in rows(straight)
     ]
