@@ -35,7 +35,7 @@ from async_rl.launch import guard
 from async_rl.recipes.quickstart import CONFIGS
 from async_rl.recipes.tiny_model import build
 from async_rl.status import fetch_status
-from benchmarks.chaos_report import draw, table, write_table
+from benchmarks.chaos_report import draw, read_page, table, write_table
 from benchmarks.common import add_result_arguments, check_clean, result_file
 from tests.e2e.proxy import Proxy
 
@@ -105,7 +105,7 @@ class Waits:
 class Trial:
     """One run: a learner, a fleet, and (with `rng`) trouble."""
 
-    def __init__(self, folder: Path, steps: int, rng: random.Random | None) -> None:
+    def __init__(self, folder: Path, steps: int, rng: random.Random | None, *overrides: str) -> None:
         self.folder, self.rng = folder, rng
         port = free_port()
         self.settings = [
@@ -114,7 +114,7 @@ class Trial:
             "generator.engine.type=hf", "generator.slots=64", "generator.threads=1", "learner.threads=1",
             "evaluation.every=20", "transport.heartbeat_s=0.5", f"transport.heartbeat_timeout_s={HEARTBEAT_TIMEOUT_S}",
             f"weights.deadline_s={WEIGHTS_DEADLINE_S}",
-            f"transport.connect_timeout_s={START_S / 2}",
+            f"transport.connect_timeout_s={START_S / 2}", *overrides,
         ]  # fmt: skip
         self.target = f"127.0.0.1:{port}"
         self.peers: dict[str, Peer] = {}
@@ -157,7 +157,7 @@ class Trial:
     @contextmanager
     def processes(self) -> Iterator[subprocess.Popen[bytes]]:
         """Learner and first generators; whatever happens, nothing of them is left."""
-        recording = ("tests.e2e.recording_learner", str(self.folder / "trained.jsonl"))
+        recording = ("tests.e2e.recording_learner", str(self.folder / "trained.jsonl"), "nowhere", "0")
         learner = self._spawn("learner", "learner", *self.settings, module=recording)
         groups = [learner.pid]
         try:
@@ -272,7 +272,7 @@ class Trial:
                 if self.rng and status["steps"]["trained"] >= 1 and time.monotonic() >= next_trouble:
                     self.trouble(status)
                     next_trouble = time.monotonic() + self.rng.uniform(2.0, 6.0)
-            assert learner.returncode == 0, f"the learner ended with {learner.returncode}: {self.folder}/learner.log"
+            assert learner.returncode == 0, f"the learner ended with {learner.returncode}: {self._log('learner')}"
             self._await_goodbyes()
             return self._check()
 
@@ -288,12 +288,17 @@ class Trial:
         for peer in self.peers.values():
             if peer.name not in self.killed:
                 code = peer.process.wait(START_S)
-                assert code in (0, 1, 130), f"{peer.name} ended with {code}: {self.folder}/{peer.name}.log"
+                assert code in (0, 1, 130), f"{peer.name} ended with {code}: {self._log(peer.name)}"
+
+    def _log(self, name: str) -> str:
+        """Where a process wrote, and its last lines: the folder may be a temporary one."""
+        file = self.folder / f"{name}.log"
+        return "\n".join([str(file), *file.read_text(errors="replace").splitlines()[-20:]])
 
     def _http_address(self, learner: subprocess.Popen[bytes]) -> str:
         file, deadline = self.folder / "run" / "address", time.monotonic() + START_S
         while not file.exists():
-            assert learner.poll() is None and time.monotonic() < deadline, f"no start: {self.folder}/learner.log"
+            assert learner.poll() is None and time.monotonic() < deadline, f"no start: {self._log('learner')}"
             time.sleep(POLL_S)
         return str(json.loads(file.read_text())["http"])
 
@@ -368,6 +373,11 @@ def main() -> None:
     add_result_arguments(parser)
     arguments = parser.parse_args()
     check_clean(arguments)
+    if arguments.table:
+        try:
+            read_page(arguments.table)
+        except ValueError as error:
+            raise SystemExit(f"error: {error}") from None
     build(Path(load_config(CONFIGS / "quickstart.toml").model.path), print)
     with ExitStack() as stack:
         folder = arguments.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -52,15 +52,21 @@ def table(figures: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def read_page(page: Path) -> str:
+    """A page that has the marks; ValueError for another one."""
+    text = page.read_text(encoding="utf-8") if page.exists() else ""
+    if not 0 <= text.find(BEGIN) < text.find(END):
+        raise ValueError(f"{page} has no lines {BEGIN!r} and {END!r}, in this order; add them where the tables belong")
+    return text
+
+
 def write_table(figures: dict[str, Any], page: Path, picture: Path | None) -> None:
     """Replace what stands between the marks of a page. Raises ValueError for a page without them."""
     link = ""
     if picture is not None:
         target = os.path.relpath(picture, page.parent)
         link = f"\n\n![held-out accuracy of both runs, and the events of the disturbed one]({target})"
-    text = page.read_text(encoding="utf-8")
-    if not 0 <= text.find(BEGIN) < text.find(END):
-        raise ValueError(f"{page} has no lines {BEGIN!r} and {END!r}, in this order; add them where the tables belong")
+    text = read_page(page)
     before, after = text.partition(BEGIN)[0], text.partition(END)[2]
     page.write_text(f"{before}{BEGIN}\n{table(figures)}{link}\n{END}{after}", encoding="utf-8")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos import LIMITS_S, Waits, check_trained, spread
+from benchmarks.chaos import LIMITS_S, Trial, Waits, check_trained, spread
 from benchmarks.chaos_report import BEGIN, END, draw, table, write_table
 
 RUN = {
@@ -40,9 +40,10 @@ def test_the_table_replaces_what_stands_between_the_marks(tmp_path: Path) -> Non
     write_table(FIGURES, page, tmp_path / "img" / "chaos.png")
     before, _, after = page.read_text().partition("\n\n![held-out accuracy of both runs")
     assert before == f"before\n{BEGIN}\n{table(FIGURES)}" and after.endswith(f"](img/chaos.png)\n{END}\nafter\n")
-    page.write_text("no marks")
-    with pytest.raises(ValueError, match=r"page\.md has no lines '<!-- chaos: begin -->'"):
-        write_table(FIGURES, page, None)
+    for wrong in (page, tmp_path / "missing.md"):
+        page.write_text("no marks")
+        with pytest.raises(ValueError, match=rf"{wrong.name} has no lines '<!-- chaos: begin -->'"):
+            write_table(FIGURES, wrong, None)
 
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
@@ -70,3 +71,14 @@ def test_a_wait_can_begin_another_and_each_has_a_deadline() -> None:
         joined.append(len(waits.open))
     assert joined == [2, 2, 0]
     assert set(waits.seconds) == {"start to first lease", "join to first lease"} <= set(LIMITS_S)
+
+
+@pytest.mark.slow
+def test_a_short_run_holds_its_account(tmp_path: Path) -> None:
+    model, run = tmp_path / "model", tmp_path / "run"
+    tiny_model(vocab_size=128).save_pretrained(model)
+    character_tokenizer().save_pretrained(model)
+    run.mkdir()
+    trial = Trial(run, 3, random.Random(0), f"model.path={model}", "data.eval_problems=8", "learner.batch_groups=4")
+    found = trial.run(240.0)
+    assert found["steps"] == 3 and found["problems_trained_once"] == found["ledger"]["trained"] == 12
