@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
 
 from benchmarks.chaos import LIMITS_S, Trial, Waits, check_trained, spread
 from benchmarks.chaos_report import BEGIN, END, draw, table, write_table
+from tests.tiny_models import tiny_model
 
 RUN = {
     "seconds": 100.0, "steps": 4, "accuracy": 0.9, "stderr": 0.01, "max_staleness": 2, "problems_trained_once": 12,
@@ -29,7 +31,10 @@ def test_the_table_has_the_account_and_each_recovery_beside_its_deadline() -> No
     assert "4 steps in 100 s with 2 events (1 killed, 1 added)" in text
     assert "20 problems were drawn: 12 trained, each once, 5 leased, 2 buffered, 0 in batch, 1 dropped." in text
     assert "accuracy 0.900; undisturbed 0.920 in 80 s (difference -0.020, noise 0.042)" in text
-    assert "| kill to re-lease | 3 | 2.0 s | 4.5 s | 5 s (transport.heartbeat_timeout_s) |" in text
+    assert (
+        "| kill to re-lease | 3 | 2.0 s | 4.5 s | 5.5 s (transport.heartbeat_timeout_s, and half a second to see it) |"
+        in text
+    )
 
 
 def test_the_table_replaces_what_stands_between_the_marks(tmp_path: Path) -> None:
@@ -75,9 +80,7 @@ def test_a_wait_can_begin_another_and_each_has_a_deadline() -> None:
 
 @pytest.mark.slow
 def test_a_short_run_holds_its_account(tmp_path: Path) -> None:
-    model, run = tmp_path / "model", tmp_path / "run"
-    tiny_model(vocab_size=128).save_pretrained(model)
-    character_tokenizer().save_pretrained(model)
+    model, run = tiny_model(tmp_path / "model", tied=True), tmp_path / "run"
     run.mkdir()
     trial = Trial(run, 3, random.Random(0), f"model.path={model}", "data.eval_problems=8", "learner.batch_groups=4")
     found = trial.run(240.0)
