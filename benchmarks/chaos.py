@@ -35,7 +35,7 @@ from async_rl.launch import guard
 from async_rl.recipes.quickstart import CONFIGS
 from async_rl.recipes.tiny_model import build
 from async_rl.status import fetch_status
-from benchmarks.chaos_report import draw, read_page, table, write_table
+from benchmarks.chaos_report import draw, headlines, read_page, table, write_table
 from benchmarks.common import add_result_arguments, check_clean, result_file
 from tests.e2e.proxy import Proxy
 
@@ -387,7 +387,7 @@ def main() -> None:
     with ExitStack() as stack:
         folder = arguments.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         figures = compare(folder, arguments)
-        result_file(arguments, "benchmarks.chaos", figures)
+        result_file(arguments, "benchmarks.chaos", figures, headlines(figures))
     print(table(figures))
     if arguments.draw:
         draw(figures, arguments.draw)

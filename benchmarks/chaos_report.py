@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.report import BLUE, GREEN, GREY, ORANGE, RED, style_axis
+from benchmarks.common import Headline
 
 BEGIN, END = "<!-- chaos: begin -->", "<!-- chaos: end -->"
 """Marks in a page; what stands between them is written by `write_table`."""
@@ -50,6 +51,22 @@ def table(figures: dict[str, Any]) -> str:
         deadline = f"{row['deadline_s']:g} s ({row['deadline']})"
         lines.append(f"| {what} | {row['n']} | {row['median_s']:.1f} s | {row['max_s']:.1f} s | {deadline} |")
     return "\n".join(lines)
+
+
+def headlines(figures: dict[str, Any]) -> list[Headline]:
+    """What stands for the result."""
+    one, other, difference = figures["undisturbed"], figures["disturbed"], figures["accuracy_difference"]
+    found = [
+        Headline("events in the disturbed run", other["num_events"]),
+        Headline("problems trained once", other["problems_trained_once"]),
+        Headline("largest staleness", other["max_staleness"], "steps", "<= 2"),
+        Headline("held-out accuracy, undisturbed", one["accuracy"]),
+        Headline("held-out accuracy, disturbed", other["accuracy"]),
+        Headline("difference of the two", difference["value"], "", f"within {difference['noise']:.3f}, the noise"),
+    ]
+    for what, row in figures["recoveries"].items():
+        found.append(Headline(f"{what}, longest of {row['n']}", row["max_s"], "s", f"<= {row['deadline_s']:g}"))
+    return found
 
 
 def read_page(page: Path) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.chaos import LIMITS_S, Trial, Waits, check_trained, spread
-from benchmarks.chaos_report import BEGIN, END, draw, table, write_table
+from benchmarks.chaos_report import BEGIN, END, draw, headlines, table, write_table
 from tests.tiny_models import tiny_model
 
 RUN = {
@@ -35,6 +35,12 @@ def test_the_table_has_the_account_and_each_recovery_beside_its_deadline() -> No
         "| kill to re-lease | 3 | 2.0 s | 4.5 s | 5.5 s (transport.heartbeat_timeout_s, and half a second to see it) |"
         in text
     )
+
+
+def test_the_headlines_hold_every_recovery_to_its_deadline() -> None:
+    found = {headline.what: (headline.value, headline.target) for headline in headlines(FIGURES)}
+    assert found["kill to re-lease, longest of 3"] == (4.5, "<= 5.5")
+    assert found["difference of the two"] == (-0.02, "within 0.042, the noise")
 
 
 def test_the_table_replaces_what_stands_between_the_marks(tmp_path: Path) -> None:
