@@ -14,10 +14,13 @@ from async_rl.simulate.lengths import Quantiles
 FEWEST_STEPS = 3
 """Counted steps below which a run says too little."""
 LEAST_CORRELATION = 0.7
-"""Below it a quantity explains less than half of the variance: its effect cannot be told from noise."""
+"""Of ranks. Below it a quantity explains less than half of the variance: its effect cannot be told from noise."""
 
 LEAST_SPREAD = 0.05
-"""Standard deviation over mean below which a quantity does not vary: what goes with it is noise."""
+"""Standard deviation over median below which a quantity does not vary: what goes with it is noise."""
+
+MOST_STEPS = 1000
+"""Of a run whose pairs are compared, evenly spread over it."""
 
 
 class Measured:
@@ -102,15 +105,39 @@ def batch_tokens(run: Measured, config: Config) -> np.ndarray:
 
 
 def line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """(a, b) of y = a + b x with a, b >= 0 by least squares; a = 0 where they cannot be told apart."""
+    """(a, b) of y = a + b x with a, b >= 0; a = 0 where they cannot be told apart.
+
+    The median slope over all pairs (Theil 1950, Sen 1968), and ranks and quartiles before it: a single step, such as
+    the last of a run, whose slots run empty, must not bend the line.
+    """
     through_origin = (0.0, float(x @ y / (x @ x)))
-    if np.std(x) < LEAST_SPREAD * np.mean(x) or np.std(y) == 0 or np.corrcoef(x, y)[0, 1] < LEAST_CORRELATION:
+    if _spread(x) < LEAST_SPREAD or np.ptp(y) == 0 or _rank_correlation(x, y) < LEAST_CORRELATION:
         return through_origin
-    slope = float(np.cov(x, y)[0, 1] / np.var(x, ddof=1))
-    start = float(np.mean(y) - slope * np.mean(x))
+    some = np.linspace(0, len(x) - 1, min(len(x), MOST_STEPS)).astype(int)
+    x, y = x[some], y[some]
+    one, other = np.triu_indices(len(x), 1)
+    apart = x[one] != x[other]
+    slope = float(np.median((y[one] - y[other])[apart] / (x[one] - x[other])[apart]))
+    start = float(np.median(y - slope * x))
     if slope <= 0 or start < 0:
         return through_origin
     return start, slope
+
+
+def _spread(x: np.ndarray) -> float:
+    """Standard deviation over median, from the quartiles as a normal distribution has them."""
+    low, middle, high = np.quantile(x, (0.25, 0.5, 0.75))
+    return float((high - low) / (1.349 * middle))
+
+
+def _rank_correlation(x: np.ndarray, y: np.ndarray) -> float:
+    """Spearman's, ties at their mean rank."""
+    return float(np.corrcoef(_ranks(x), _ranks(y))[0, 1])
+
+
+def _ranks(x: np.ndarray) -> np.ndarray:
+    _, place, count = np.unique(x, return_inverse=True, return_counts=True)
+    return (np.cumsum(count) - (count - 1) / 2)[place]
 
 
 def _learner(run: Measured, config: Config) -> tuple[float, float]:

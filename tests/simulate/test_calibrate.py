@@ -95,6 +95,17 @@ def test_a_line_is_fitted_where_it_can_be_told() -> None:
     assert line(x, 3 * x - 1)[0] == 0
 
 
+def test_a_single_step_does_not_bend_the_line() -> None:
+    """Busy slots and seconds per token of a run whose slots ran empty in its last step."""
+    busy = np.array([16.0] * 13 + [15.95, 6.0])
+    noise = np.array([-9, 2, 0, 5, -2, 3, 0.5, 5, -9, 2, 1, 18, 3, -6, -49]) / 100
+    start, slope = line(busy, (1 + noise) / 60)
+    assert start == 0 and slope * 16 == pytest.approx(1 / 60, rel=0.05)
+    x = np.linspace(1, 2, 5000)
+    y = np.where(np.arange(5000) % 50 == 0, 100.0, 2 + 3 * x)
+    assert line(x, y) == (pytest.approx(2.0), pytest.approx(3.0)), "one step in fifty is far off, and there are many"
+
+
 def test_quantiles_are_drawn_as_they_are_given() -> None:
     lengths = Quantiles((0.0, 0.1, 0.5, 0.9, 1.0), (10.0, 20.0, 50.0, 200.0, 400.0), 300)
     drawn = lengths.draw(np.random.default_rng(0), 20_000)
