@@ -6,7 +6,8 @@
 Every run is `async-rl train`: learner and generator processes, sockets, publications, a policy of 0.3 M parameters that
 is really trained; engines sleep as long as sampling would take, so that two cores are enough. Costs are taken from the
 metrics of the first run as `async-rl plan --from-run` takes them, lengths included. Tokens/s are those of the batches,
-the first step left out. A recorded sweep names its lengths, and its calibrating row the rates and the publication.
+the first step left out. Of a recorded sweep, every run is simulated with the lengths that its members had and for as
+many steps; one row of each tail gives the rates and the publication.
 """
 
 from __future__ import annotations
@@ -21,10 +22,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from async_rl.config import Config, load_config
+import numpy as np
+
+from async_rl.config import Config, load_config, schema
+from async_rl.engines.simulated import SimulatedEngine
+from async_rl.leasing import member_seed
 from async_rl.recipes import tiny_model
 from async_rl.simulate import Costs, Lognormal, simulate
 from async_rl.simulate.calibrate import batch_tokens, costs_from_run, measured
+from async_rl.simulate.lengths import LengthsOf
+from async_rl.simulate.outcome import summarise
+from async_rl.simulate.simulator import Simulation
 from benchmarks.common import Headline, add_result_arguments, check_clean, result_file
 from benchmarks.sweep_point import MAX_TOKENS, MEDIAN_TOKENS, SLOTS, Pace, Point, make_config
 
@@ -104,12 +112,11 @@ def check_runs(names: Sequence[str], steps: int) -> Iterator[dict[str, Any]]:
             run_dir = train(folder, name, RUNS[name], steps)
             costs = costs or costs_from_run(run_dir)
             config = load_config(str(run_dir / "config.json"), [])
-            yield row(name, throughput(run_dir), config, costs)
+            yield row(name, throughput(run_dir), simulate(config, costs).consumed_tokens_per_s)
 
 
-def row(name: str, measured_rate: float, config: Config, costs: Costs) -> dict[str, Any]:
+def row(name: str, measured_rate: float, predicted: float) -> dict[str, Any]:
     """Measured and predicted tokens/s of the batches."""
-    predicted = simulate(config, costs).consumed_tokens_per_s
     error = predicted / measured_rate - 1
     print(f"{name}: measured {measured_rate:,.0f}, predicted {predicted:,.0f} tokens/s ({error:+.1%})", flush=True)
     return {
@@ -137,18 +144,35 @@ def costs_of_sweep(rows: Sequence[Mapping[str, Any]], sigma: float) -> Costs:
     )
 
 
+def same_lengths(config: Config) -> LengthsOf:
+    """What the simulated engine draws for each member of a run: luck with a long tail is no error of the model."""
+    settings = config.generator.engine
+    assert isinstance(settings, schema.SimulatedEngine)
+    engine, longest = SimulatedEngine(settings), config.sampling.max_completion_tokens
+
+    def draw(ticket: int, members: int) -> tuple[int, ...]:
+        seeds = (member_seed(config.run.seed, "train", ticket, member) for member in range(members))
+        return tuple(min(longest, engine.draw_length(np.random.default_rng(seed))) for seed in seeds)
+
+    return draw
+
+
 def check_sweep(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """A row for each point of a recorded sweep."""
-    rows = result["summary"]
+    """A row for each run of a recorded sweep: the same problems, and the same steps count."""
     folder = Path("unused")
-    for found in rows:
+    for found in result["runs"]:
         point = Point(**{name: found[name] for name in Point.__dataclass_fields__})
-        config = make_config(point, Pace(), folder, folder, seed=0)
+        config = make_config(point, Pace(), folder, folder, seed=found["seed"])
+        costs, warm_up = costs_of_sweep(result["summary"], point.sigma), point.max_staleness + 2
+        simulation = Simulation(config, costs, warm_up + found["steps"], lengths=same_lengths(config))
+        simulation.run()
         name = (
             f"{point.overdue}, max_staleness {point.max_staleness}, sigma {point.sigma:g}, batch "
-            f"{point.batch_per_slots} x slots, publish_every {point.publish_every}, {point.generators} generators"
+            f"{point.batch_per_slots} x slots, publish_every {point.publish_every}, {point.generators} generators, "
+            f"seed {found['seed']}"
         )
-        yield row(name, found["trained_tokens_per_s"], config, costs_of_sweep(rows, point.sigma))
+        outcome = summarise(config, costs, simulation.records, simulation.marks, warm_up)
+        yield row(name, found["trained_tokens_per_s"], outcome.consumed_tokens_per_s)
 
 
 def headlines(rows: Sequence[Mapping[str, Any]]) -> list[Headline]:

@@ -19,6 +19,7 @@ import dataclasses
 import json
 import statistics
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
@@ -116,17 +117,22 @@ def figures(point: Point, steps: Steps) -> dict[str, Any]:
     }
 
 
-def run(planned: Sequence[tuple[Point, int]], pace: Pace, lanes: int) -> list[dict[str, Any]]:
-    """All points, `lanes` of them side by side, in the order planned."""
+def run(planned: Sequence[tuple[Point, int]], pace: Pace, lanes: int, apart_s: float = 0.0) -> list[dict[str, Any]]:
+    """All points, `lanes` of them side by side, in the order planned; the first ones begin `apart_s` apart."""
     jobs = [(point, seed) for point, repeats in planned for seed in range(repeats)]
     results: dict[int, dict[str, Any]] = {}
     fleet = [FleetProcess() for _ in range(max(point.generators for point, _ in planned))]
     with tempfile.TemporaryDirectory() as folder:
         write_inputs(folder)
+
+        def later(wait_s: float, point: Point, seed: int, number: int) -> Steps:
+            time.sleep(wait_s)
+            return measure(point, seed, pace, Path(folder), fleet, number)
+
         try:
             with ThreadPoolExecutor(lanes) as pool:
                 futures = {
-                    pool.submit(measure, point, seed, pace, Path(folder), fleet, number): number
+                    pool.submit(later, number * apart_s if number < lanes else 0.0, point, seed, number): number
                     for number, (point, seed) in enumerate(jobs)
                 }
                 try:
@@ -151,6 +157,8 @@ def _tell(result: Mapping[str, Any], done: int, of: int) -> None:
           f"{result['steps']} steps in {result['seconds']:.0f} s", flush=True)  # fmt: skip
 
 
+START_APART_S = 5.0
+"""Starting is the one thing that costs processor time: many starts at once would disturb what is measured."""
 SETTINGS = tuple(field.name for field in dataclasses.fields(Point))
 
 
@@ -222,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_clean(arguments)
     planned = list(quick_points() if arguments.quick else points())
     pace = QUICK if arguments.quick else Pace(seconds=arguments.seconds)
-    runs = run(planned, pace, arguments.lanes)
+    runs = run(planned, pace, arguments.lanes, apart_s=0.0 if arguments.quick else START_APART_S)
     rows = summarize(runs)
     result = {"pace": asdict(pace), "summary": rows, "runs": runs}
     result_file(arguments, "benchmarks.sweep", result, headlines(rows))

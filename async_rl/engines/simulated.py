@@ -103,7 +103,7 @@ class SimulatedEngine(Engine):
         await self._resumed.wait()
         self._raise_closed()
         random = np.random.default_rng(request.sampling.seed)
-        wanted = self._draw_length(random)
+        wanted = self.draw_length(random)
         length = min(wanted, request.sampling.max_tokens)
         running = _Running(length, self._now(), self.policy_version or 0)
         self._running.add(running)
@@ -140,7 +140,7 @@ class SimulatedEngine(Engine):
             self._paused_at = None
             self._resumed.set()
 
-    def _draw_length(self, random: np.random.Generator) -> int:
+    def draw_length(self, random: np.random.Generator) -> int:
         """Tokens until the completion would end by itself: lognormal, at least 1."""
         return max(1, round(self.config.median_tokens * math.exp(self.config.sigma * random.standard_normal())))
 
