@@ -169,6 +169,8 @@ def headlines(found: dict[str, Any]) -> list[Headline]:
         Headline("more processor time of a step", found["step_cpu_cost_share"], "of a step"),
         Headline("trajectories through the coordinator", found["trajectories_per_s"], "per s"),
         Headline("processor time of the coordinator", found["coordinator_core_share"], "cores"),
+        Headline("the same for 1,000 trajectories", found["coordinator_cpu_s_per_1000"], "s"),
+        Headline("processor time of the generators' shells for 1,000 trajectories", found["fleet_cpu_s_per_1000"], "s"),
         Headline("a batch that lies ready, until it is held", found["batch_s"], "s"),
         Headline("any other answer of a busy coordinator", found["answer_s"], "s"),
     ]
@@ -241,7 +243,12 @@ class Reading:
         """Rates between two readings."""
         seconds = self.at - before.at
         shares = {f"{name}_core_share": (cpu_s - before.cpu_s[name]) / seconds for name, cpu_s in self.cpu_s.items()}
-        return {"trajectories_per_s": (self.trajectories - before.trajectories) / seconds, **shares}
+        rate = (self.trajectories - before.trajectories) / seconds
+        per_thousand = {
+            f"{name}_cpu_s_per_1000": 1000 * (cpu_s - before.cpu_s[name]) / (rate * seconds)
+            for name, cpu_s in self.cpu_s.items()
+        }
+        return {"trajectories_per_s": rate, **shares, **per_thousand}
 
 
 def drain(coordinator: CoordinatorProcess) -> dict[str, float]:

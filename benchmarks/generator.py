@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import json
 import multiprocessing
-import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -27,7 +26,7 @@ from async_rl.envs.base import build_environment
 from async_rl.envs.tokenize import load_tokenizer
 from async_rl.generator import Generator
 from async_rl.transport import Client, Server
-from benchmarks.common import add_result_arguments, check_clean, result_file
+from benchmarks.common import Headline, Repeated, add_result_arguments, check_clean, result_file
 
 ROUND_TIMEOUT_S = 300.0
 
@@ -172,10 +171,15 @@ def main() -> None:
             }
         )
         rounds = asyncio.run(measure(config, arguments.requests, arguments.rounds))
-    medians = {key: statistics.median(r[key] for r in rounds) for key in ("plain", "generator", "ratio")}
+    rates = {key: Repeated.of(r[key] for r in rounds) for key in ("plain", "generator", "ratio")}
     settings = {"slots": arguments.slots, "requests": arguments.requests, "max_tokens": arguments.max_tokens}
-    figures = {"settings": settings, "tokens_per_s": medians, "rounds": rounds}
-    result_file(arguments, "benchmarks.generator", figures)
+    figures = {"settings": settings, "tokens_per_s": rates, "rounds": rounds}
+    found = [
+        Headline("tokens/s of a whole generator, share of plain vLLM's", rates["ratio"]),
+        Headline("plain vLLM", rates["plain"], "tokens/s"),
+        Headline("whole generator", rates["generator"], "tokens/s"),
+    ]
+    result_file(arguments, "benchmarks.generator", figures, found)
 
 
 if __name__ == "__main__":

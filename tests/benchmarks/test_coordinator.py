@@ -17,6 +17,8 @@ def test_one_short_pair_of_rounds(tmp_path: Path) -> None:
     assert coordinator.main([*size, "--output", str(output), "--allow-dirty"]) == 0
     result = json.loads(output.read_text())
     assert result["n"] == 1 and result["step_cost_share"]["median"] > -1
-    for name in ("batch_s", "answer_s", "coordinator_core_share"):
+    for name in ("batch_s", "answer_s", "coordinator_core_share", "fleet_cpu_s_per_1000"):
         assert result[name]["n"] == 1 and result[name]["median"] >= 0
-    assert len(result["headlines"]) == 6
+    share, rate = (result[name]["median"] for name in ("coordinator_core_share", "trajectories_per_s"))
+    assert result["coordinator_cpu_s_per_1000"]["median"] == pytest.approx(1000 * share / rate)
+    assert len(result["headlines"]) == 8
