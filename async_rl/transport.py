@@ -31,7 +31,10 @@ log = logging.getLogger(__name__)
 LINGER_S = 2.0
 """How long a closing socket may still deliver what was sent."""
 MAX_IDENTITY_BYTES = 255
-_MAX_TURN = 256
+MAX_POLL = 16
+"""Messages of one poll: the learner is answered between polls, so that a flood of results must not make them long."""
+_MAX_HANDSHAKES = 256
+"""Failed ones that a poll counts."""
 """Messages that one poll takes, so that a flood cannot keep the coordinator from its other work."""
 _PROBE_S = 5.0
 """TCP keep-alive: a peer without network is noticed after about three of these."""
@@ -135,7 +138,7 @@ class Server:
         self.wake()
 
     def poll(self, timeout_s: float) -> list[tuple[str, Any]]:
-        """Messages (identity, message) that came within `timeout_s`, in order; empty after a wake-up or the timeout."""
+        """Messages (identity, message) that came within `timeout_s`, in order, at most MAX_POLL; may be none."""
         ready = dict(self._poller.poll(_milliseconds(timeout_s)))
         if self._wake_out.fileno() in ready:
             self._run_calls()
@@ -189,7 +192,7 @@ class Server:
 
     def _receive(self) -> list[tuple[str, Any]]:
         accepted = []
-        for _ in range(_MAX_TURN):
+        for _ in range(MAX_POLL):
             try:
                 identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -235,7 +238,7 @@ class Server:
             log.warning("refused a message (%s, %d so far) from %s: %s", reason, count, one_line(identity), detail)
 
     def _count_handshakes(self) -> None:
-        for _ in range(_MAX_TURN):
+        for _ in range(_MAX_HANDSHAKES):
             try:
                 self._monitor.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:

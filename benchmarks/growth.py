@@ -55,17 +55,17 @@ def coordinator(generators: Sequence[int], seconds: float) -> Iterator[Point]:
         found = suite("soak", *words, "--batch-groups", max(2, number // 8), "--step-s", 0.1)
         yield {
             "generators": number,
-            "trajectories_per_s": found["trajectories_per_s"],
-            "messages_per_s": found["messages_per_s"],
-            "cores": cores(found["samples"]),
+            "trajectories_per_s": rate(found["samples"], "trajectories"),
+            "messages_per_s": rate(found["samples"], "messages"),
+            "cores": rate(found["samples"], "cpu_s", TICK_S),
             "rss_mb": max(found["rss_mb"].values()),
         }
 
 
-def cores(samples: Sequence[Mapping[str, float]]) -> float:
-    """Processor time over time, from the first sample to the last; no less than a tick of the clock that counts it."""
+def rate(samples: Sequence[Mapping[str, float]], key: str, least: float = 0.0) -> float:
+    """What was added from the first sample to the last, per second; at least `least` in all, what a clock can tell."""
     first, last = samples[0], samples[-1]
-    return max(TICK_S, last["cpu_s"] - first["cpu_s"]) / (last["at_s"] - first["at_s"])
+    return max(least, last[key] - first[key]) / (last["at_s"] - first["at_s"])
 
 
 def step(batches: Sequence[int], rounds: int, threads: int) -> Iterator[Point]:

@@ -31,6 +31,8 @@ from tests.loop.rig import Learner, Worker, make_config
 
 PARTS = 10
 """Of the time measured: a rate is that of each part, as median and range."""
+FIRST_STEPS = 3
+"""Before measuring: the first groups take longest, all having begun at once."""
 COME_S = 300.0
 """For the whole fleet to come, and to go."""
 
@@ -66,6 +68,7 @@ class Soak(Learner):
         self.seen: set[str] = set()
         self.twice = 0
         self.over = False
+        self.steps = 0
         self.messages = 0
         """Received by the coordinator and accepted."""
         self._poll = self.coordinator.server.poll
@@ -90,19 +93,20 @@ class Soak(Learner):
             self.coordinator.trained()
             step += 1
             self._publish(step)
+            self.steps = step
             time.sleep(self.step_s)
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Start everything, wait until all have come, measure for --seconds."""
+    """Start everything, wait until all have come and batches are trained, measure for --seconds."""
     learner = Soak(settings(folder, arguments), arguments.step_s)
     argv = [sys.executable, "-m", "benchmarks.soak", "--fleet", learner.start()]
     argv += [f"--{name}={getattr(arguments, name)}" for name in ("generators", "rate")]
     process = subprocess.Popen(argv)
     try:
         deadline = time.monotonic() + COME_S
-        while len(learner.coordinator.status()["generators"]) < arguments.generators:
-            assert time.monotonic() < deadline and process.poll() is None, f"the fleet did not come within {COME_S:g} s"
+        while len(learner.coordinator.status()["generators"]) < arguments.generators or learner.steps < FIRST_STEPS:
+            assert time.monotonic() < deadline and process.poll() is None, f"no fleet at work within {COME_S:g} s"
             time.sleep(0.5)
         found = figures(learner, watch(learner, arguments.seconds))
     finally:

@@ -19,7 +19,7 @@ from async_rl import protocol as p
 from async_rl.addresses import is_loopback, join_address, split_address
 from async_rl.errors import InputError
 from async_rl.keys import create_keys, load_keys
-from async_rl.transport import Client, Server, TransportError
+from async_rl.transport import MAX_POLL, Client, Server, TransportError
 
 LIMIT = 1 << 20
 PATIENCE_S = 120.0
@@ -278,6 +278,32 @@ async def test_sending_to_a_vanished_peer_is_counted(running: Running) -> None:
     await asyncio.to_thread(client.close)
     await until(lambda: not running.send("g0/a1", p.Stop(reason="gone")), "the server to notice")
     assert running.server.undelivered == {"vanished": 2}
+
+
+async def test_a_flood_is_read_in_parts_and_calls_run_between_them() -> None:
+    server, client = Server(LIMIT), Client("g0", "a1", LIMIT)
+    client.connect(f"127.0.0.1:{server.bind('127.0.0.1', 0)}")
+    sent = [HELLO, *(msgspec.structs.replace(HEARTBEAT, policy_version=number) for number in range(3 * MAX_POLL))]
+    for message in sent:
+        await client.send(message)
+    await asyncio.sleep(1.0)  # All of it lies there.
+    received: list[Any] = []
+    sizes: list[int] = []
+    asked_at: list[int] = []
+    called_at: list[int] = []
+    deadline = time.monotonic() + PATIENCE_S
+    while len(received) < len(sent):
+        assert time.monotonic() < deadline, f"{len(received)} of {len(sent)} messages came"
+        asked_at.append(len(received))
+        server.call(lambda: called_at.append(len(received)))
+        found = await asyncio.to_thread(server.poll, 1.0)
+        received.extend(message for _, message in found)
+        sizes.append(len(found))
+    assert received == sent
+    assert max(sizes) == MAX_POLL, "the flood came, and in parts"
+    assert called_at == asked_at, "each call ran before what was received after it"
+    client.close()
+    server.close()
 
 
 async def test_a_peer_that_reads_nothing_blocks_nobody(running: Running) -> None:
