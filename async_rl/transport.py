@@ -35,7 +35,6 @@ MAX_POLL = 16
 """Messages of one poll: the learner is answered between polls, so that a flood of results must not make them long."""
 _MAX_HANDSHAKES = 256
 """Failed ones that a poll counts."""
-"""Messages that one poll takes, so that a flood cannot keep the coordinator from its other work."""
 _PROBE_S = 5.0
 """TCP keep-alive: a peer without network is noticed after about three of these."""
 

@@ -57,11 +57,10 @@ class CoordinatorProcess(Facade):
         self._reader.start()
         level = min(logging.INFO, logging.getLogger("async_rl").getEffectiveLevel())
         setup = c.Setup(config=config, run_id=run_id, log_level=level, resumed=resumed)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.stop, "it could not begin")
             ready: c.Ready = self.ask(setup, LOAD_S)
-        except BaseException:
-            self.stop("it could not begin")
-            raise
+            undo.pop_all()
         self.dropped = ready.dropped
         """Problems that are not used, by reason."""
         self.given_up = ready.given_up

@@ -8,7 +8,7 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -155,15 +155,14 @@ def _download(url: str, target: Path, manifest: Manifest, deadline: Deadline) ->
 def _atomic(path: Path) -> Iterator[IO[bytes]]:
     """A file that gets its name when the block ends well, after its bytes and its folder are on disk."""
     handle, partial = tempfile.mkstemp(prefix=path.name, suffix=_PARTIAL, dir=path.parent)
-    try:
+    with ExitStack() as undo:
+        undo.callback(os.unlink, partial)
         with os.fdopen(handle, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
-    except BaseException:
-        os.unlink(partial)
-        raise
+        undo.pop_all()
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
