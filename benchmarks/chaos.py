@@ -367,7 +367,7 @@ def spread(what: str, seconds: list[float]) -> dict[str, Any]:
     return figures | {"deadline": deadline, "deadline_s": limit_s}
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=1200)
@@ -382,17 +382,26 @@ def main() -> None:
         try:
             read_page(arguments.table)
         except ValueError as error:
-            raise SystemExit(f"error: {error}") from None
+            parser.error(str(error))
     build(Path(load_config(CONFIGS / "quickstart.toml").model.path), print)
     with ExitStack() as stack:
         folder = arguments.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         figures = compare(folder, arguments)
         result_file(arguments, "benchmarks.chaos", figures, headlines(figures))
     print(table(figures))
+    if found := late(figures):
+        print(f"error: later than the deadline: {found}", file=sys.stderr)
     if arguments.draw:
         draw(figures, arguments.draw)
     if arguments.table:
         write_table(figures, arguments.table, arguments.draw)
+    return 1 if found else 0
+
+
+def late(figures: dict[str, Any]) -> str:
+    """Recoveries that took longer than what bounds them; empty if there are none."""
+    rows = figures["recoveries"].items()
+    return ", ".join(f"{what} {row['max_s']:g} s" for what, row in rows if row["max_s"] > row["deadline_s"])
 
 
 def compare(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -414,4 +423,4 @@ def compare(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

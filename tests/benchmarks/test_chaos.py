@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos import LIMITS_S, Trial, Waits, check_trained, spread
+from benchmarks.chaos import LIMITS_S, Trial, Waits, check_trained, late, spread
 from benchmarks.chaos_report import BEGIN, END, draw, headlines, table, write_table
 from tests.tiny_models import tiny_model
 
@@ -41,6 +41,12 @@ def test_the_headlines_hold_every_recovery_to_its_deadline() -> None:
     found = {headline.what: (headline.value, headline.target) for headline in headlines(FIGURES)}
     assert found["kill to re-lease, longest of 3"] == (4.5, "<= 5.5")
     assert found["difference of the two"] == (-0.02, "within 0.042, the noise")
+
+
+def test_a_recovery_after_its_deadline_is_named() -> None:
+    assert late(FIGURES) == ""
+    slow = spread("kill to re-lease", [1.0, 5.6])
+    assert late(FIGURES | {"recoveries": {"kill to re-lease": slow}}) == "kill to re-lease 5.6 s"
 
 
 def test_the_table_replaces_what_stands_between_the_marks(tmp_path: Path) -> None:
