@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -63,6 +63,26 @@ def add_result_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-dirty", action="store_true", help="write a result although files differ from the commit"
     )
+
+
+def add_draw_argument(parser: argparse.ArgumentParser) -> None:
+    """--draw RESULT."""
+    parser.add_argument("--draw", type=Path, metavar="RESULT", help="measure nothing: draw the figure of a result")
+
+
+def draw_result(file: Path, draw: Callable[[dict[str, Any], Path], None]) -> None:
+    """Draw a result beside its file; exit code 2 and a line if it is none."""
+    draw(read_result(file), file)
+
+
+def read_result(file: Path) -> dict[str, Any]:
+    """What `result_file` wrote; exit code 2 and a line if it did not."""
+    try:
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        print(f"error: {file} is no result: {error}; name a file that --output wrote", file=sys.stderr)
+        raise SystemExit(2) from None
+    return found
 
 
 def check_clean(arguments: argparse.Namespace) -> None:

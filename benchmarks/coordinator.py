@@ -243,12 +243,13 @@ class Reading:
         """Rates between two readings."""
         seconds = self.at - before.at
         shares = {f"{name}_core_share": (cpu_s - before.cpu_s[name]) / seconds for name, cpu_s in self.cpu_s.items()}
-        rate = (self.trajectories - before.trajectories) / seconds
+        done = self.trajectories - before.trajectories
+        if done <= 0:
+            raise RuntimeError(f"no trajectory came within {seconds:.1f} s: raise --seconds, --slots or --rate")
         per_thousand = {
-            f"{name}_cpu_s_per_1000": 1000 * (cpu_s - before.cpu_s[name]) / (rate * seconds)
-            for name, cpu_s in self.cpu_s.items()
+            f"{name}_cpu_s_per_1000": 1000 * (cpu_s - before.cpu_s[name]) / done for name, cpu_s in self.cpu_s.items()
         }
-        return {"trajectories_per_s": rate, **shares, **per_thousand}
+        return {"trajectories_per_s": done / seconds, **shares, **per_thousand}
 
 
 def drain(coordinator: CoordinatorProcess) -> dict[str, float]:

@@ -21,12 +21,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from benchmarks.common import ROOT, Headline, Repeated, add_result_arguments, check_clean, result_file
+from benchmarks.common import (
+    ROOT,
+    Headline,
+    Repeated,
+    add_draw_argument,
+    add_result_arguments,
+    check_clean,
+    draw_result,
+    result_file,
+)
 from benchmarks.growth_figure import draw
 from benchmarks.learner_data import Shape, save, tokens
 from benchmarks.learner_data import draw as draw_completions
+from benchmarks.weights import SIZES, make_model
 from benchmarks.workers import Worker
+from tests.tiny_models import character_tokenizer
 
 LIMIT_S = 900.0
 """Of one point."""
@@ -49,7 +61,7 @@ def suite(name: str, *words: object) -> dict[str, Any]:
 
 
 def coordinator(generators: Sequence[int], seconds: float) -> Iterator[Point]:
-    """Processor time and memory against generators; the learner always takes what an eighth of them finish."""
+    """Processor time and memory against generators; batches grow with the fleet."""
     for number in generators:
         words = ["--generators", number, "--seconds", seconds, "--rate", RATE]
         found = suite("soak", *words, "--batch-groups", max(2, number // 8), "--step-s", 0.1)
@@ -95,11 +107,6 @@ def step(batches: Sequence[int], rounds: int, threads: int) -> Iterator[Point]:
 
 def make_policy(folder: Path) -> Path:
     """The 10M model of `weights`, as a Hugging Face folder."""
-    import torch
-
-    from benchmarks.weights import make_model
-    from tests.tiny_models import character_tokenizer
-
     make_model("10M", torch.float32).save_pretrained(folder)
     character_tokenizer().save_pretrained(folder)
     return folder
@@ -167,20 +174,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--generators", nargs="+", type=int, default=[10, 30, 100, 250, 500])
     parser.add_argument("--seconds", type=float, default=20.0, help="for which a fleet is measured")
     parser.add_argument("--groups", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32], help="groups of a batch")
-    parser.add_argument("--sizes", nargs="+", default=["1M", "10M", "135M", "500M"], help="models published")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="models published")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--draw", type=Path, metavar="RESULT", help="measure nothing: draw the figure of a result")
+    add_draw_argument(parser)
     add_result_arguments(parser)
     arguments = parser.parse_args(argv)
     if arguments.draw:
-        draw(json.loads(arguments.draw.read_text()), arguments.draw)
+        draw_result(arguments.draw, draw)
         return 0
     check_clean(arguments)
     figures = run(arguments)
     result_file(arguments, "benchmarks.growth", figures, headlines(figures))
     if arguments.output:
-        draw(json.loads(arguments.output.read_text()), arguments.output)
+        draw_result(arguments.output, draw)
     return 0
 
 

@@ -24,7 +24,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Headline, Repeated, add_result_arguments, check_clean, result_file
+from benchmarks.common import (
+    Headline,
+    Repeated,
+    add_draw_argument,
+    add_result_arguments,
+    check_clean,
+    draw_result,
+    read_result,
+    result_file,
+)
 from benchmarks.learner_data import Shape, describe, draw, load, save, tokens
 from benchmarks.learner_figure import draw as draw_figure
 from benchmarks.learner_figure import table
@@ -235,7 +244,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--timeout-s", type=float, default=1200.0, help="for one step of one side")
-    parser.add_argument("--draw", type=Path, metavar="RESULT", help="measure nothing: draw the figure of a result")
+    add_draw_argument(parser)
     parser.add_argument("--table", type=Path, metavar="RESULT", help="measure nothing: print a result as Markdown")
     add_result_arguments(parser)
     return parser.parse_args(argv)
@@ -244,10 +253,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     if arguments.table:
-        print(table(json.loads(arguments.table.read_text())))
+        print(table(read_result(arguments.table)))
         return 0
     if arguments.draw:
-        draw_figure(json.loads(arguments.draw.read_text()), arguments.draw)
+        draw_result(arguments.draw, draw_figure)
         return 0
     check_clean(arguments)
     if peers_missing():
@@ -260,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         figures, found = run(arguments, make_completions(arguments, Path(folder) / "completions.json"))
     result_file(arguments, "benchmarks.learner", figures, found)
     if arguments.output:
-        draw_figure(json.loads(arguments.output.read_text()), arguments.output)
+        draw_result(arguments.output, draw_figure)
     return 0
 
 

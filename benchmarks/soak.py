@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import subprocess
 import sys
 import tempfile
@@ -25,7 +24,15 @@ from typing import Any
 
 import psutil
 
-from benchmarks.common import Headline, Repeated, add_result_arguments, check_clean, result_file
+from benchmarks.common import (
+    Headline,
+    Repeated,
+    add_draw_argument,
+    add_result_arguments,
+    check_clean,
+    draw_result,
+    result_file,
+)
 from benchmarks.soak_figure import draw
 from tests.loop.rig import Learner, Worker, make_config
 
@@ -81,7 +88,6 @@ class Soak(Learner):
 
     def train(self) -> None:
         self._publish(0)
-        step = 0
         while not self.over:
             request = self.coordinator.request_batch()
             assert request.wait(COME_S), self.coordinator.status()["wait"]
@@ -91,9 +97,8 @@ class Soak(Learner):
                 self.twice += group.problem.id in self.seen
                 self.seen.add(group.problem.id)
             self.coordinator.trained()
-            step += 1
-            self._publish(step)
-            self.steps = step
+            self.steps += 1
+            self._publish(self.steps)
             time.sleep(self.step_s)
 
 
@@ -220,21 +225,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch-groups", type=int, default=16)
     parser.add_argument("--step-s", type=float, default=0.5, help="seconds that the learner takes for a step")
     parser.add_argument("--fleet", help=argparse.SUPPRESS)
-    parser.add_argument("--draw", type=Path, metavar="RESULT", help="measure nothing: draw the figure of a result")
+    add_draw_argument(parser)
     add_result_arguments(parser)
     arguments = parser.parse_args(argv)
     if arguments.fleet:
         asyncio.run(fleet(arguments.fleet, arguments))
         return 0
     if arguments.draw:
-        draw(json.loads(arguments.draw.read_text())["samples"], arguments.draw)
+        draw_result(arguments.draw, draw)
         return 0
     check_clean(arguments)
     with tempfile.TemporaryDirectory() as folder:
         found = measure(arguments, Path(folder))
     result_file(arguments, "benchmarks.soak", found, headlines(found))
     if arguments.output:
-        draw(found["samples"], arguments.output)
+        draw_result(arguments.output, draw)
     return 0
 
 

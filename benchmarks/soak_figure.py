@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from async_rl.report import BLUE, ORANGE, style_axis
 
 
-def draw(samples: Sequence[Mapping[str, float]], result: Path) -> None:
+def draw(result: Mapping[str, Any], file: Path) -> None:
     """Write NAME.png beside NAME.json."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -17,6 +18,7 @@ def draw(samples: Sequence[Mapping[str, float]], result: Path) -> None:
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     FigureCanvasAgg(figure)
     memory, messages = figure.subplots(1, 2)
+    samples = result["samples"]
     at = [sample["at_s"] for sample in samples]
     memory.plot(at, [sample["rss_mb"] for sample in samples], color=BLUE, linewidth=1.6)
     memory.set_title("memory of the coordinator's process, MB", loc="left", fontsize=10.5)
@@ -32,4 +34,4 @@ def draw(samples: Sequence[Mapping[str, float]], result: Path) -> None:
         style_axis(axis)
         if legend := axis.get_legend():
             legend.remove()
-    figure.savefig(result.with_suffix(".png"), dpi=130)
+    figure.savefig(file.with_suffix(".png"), dpi=130)

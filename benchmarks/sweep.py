@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import statistics
 import tempfile
 import time
@@ -26,7 +25,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Headline, Repeated, add_result_arguments, check_clean, result_file
+from benchmarks.common import (
+    Headline,
+    Repeated,
+    add_draw_argument,
+    add_result_arguments,
+    check_clean,
+    draw_result,
+    read_result,
+    result_file,
+)
 from benchmarks.coordinator import write_inputs
 from benchmarks.sweep_figure import draw
 from benchmarks.sweep_fleet import END_S, FleetProcess, Job
@@ -212,20 +220,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=Pace.seconds, help="for which each point is measured")
     parser.add_argument("--lanes", type=int, default=14, help="points side by side; they sleep most of the time")
     parser.add_argument("--quick", action="store_true", help="a handful of points, a second each: not for results")
-    parser.add_argument("--draw", type=Path, metavar="RESULT", help="measure nothing: draw the figures of a result")
+    add_draw_argument(parser)
     parser.add_argument("--table", type=Path, metavar="RESULT", help="measure nothing: print a result as Markdown")
     parser.add_argument("--into", type=Path, metavar="DOCUMENT", help="with --table: write it between the marks there")
     add_result_arguments(parser)
     arguments = parser.parse_args(argv)
     if arguments.table:
-        rows = json.loads(arguments.table.read_text())["summary"]
+        rows = read_result(arguments.table)["summary"]
         if arguments.into:
             write(rows, arguments.into)
         else:
             print(text(rows))
         return 0
     if arguments.draw:
-        draw(json.loads(arguments.draw.read_text())["summary"], arguments.draw)
+        draw_result(arguments.draw, draw)
         return 0
     check_clean(arguments)
     planned = list(quick_points() if arguments.quick else points())
@@ -235,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     result = {"pace": asdict(pace), "summary": rows, "runs": runs}
     result_file(arguments, "benchmarks.sweep", result, headlines(rows))
     if arguments.output:
-        draw(json.loads(arguments.output.read_text())["summary"], arguments.output)
+        draw_result(arguments.output, draw)
     return 0
 
 

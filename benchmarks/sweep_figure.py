@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from async_rl.report import BLUE, GREEN, GREY, ORANGE, RED, style_axis
 from benchmarks.sweep_text import Row, policy_rows, select, values_of
@@ -16,10 +16,10 @@ COLORS = {"mask": BLUE, "wait": ORANGE, "keep": GREEN}
 TOKENS_LABEL = "tokens/s"
 
 
-def draw(rows: Sequence[Row], result: Path) -> None:
+def draw(result: Mapping[str, Any], file: Path) -> None:
     """Write NAME.png (shares by policy) and NAME.rates.png (tokens/s) beside NAME.json."""
-    _shares(rows, result.with_suffix(".png"))
-    _rates(rows, result.with_suffix(".rates.png"))
+    _shares(result["summary"], file.with_suffix(".png"))
+    _rates(result["summary"], file.with_suffix(".rates.png"))
 
 
 def _shares(rows: Sequence[Row], out: Path) -> None:

@@ -28,7 +28,17 @@ from typing import Any
 
 from async_rl.config import Config, load_config
 from async_rl.recipes.summary import read_accuracies
-from benchmarks.common import ROOT, Headline, Repeated, add_result_arguments, check_clean, result_file
+from benchmarks.common import (
+    ROOT,
+    Headline,
+    Repeated,
+    add_draw_argument,
+    add_result_arguments,
+    check_clean,
+    draw_result,
+    read_result,
+    result_file,
+)
 from benchmarks.time_to_reward_figure import draw, table
 from benchmarks.workers import START_S, Late, Worker, peer_python, peers_missing
 
@@ -213,7 +223,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=600.0, help="for one side and seed")
     parser.add_argument("--threads", type=int, default=2, help="of TRL and the plain loop; ours are the preset's")
     parser.add_argument("--trl-each", type=int, help=f"completions of one forward of TRL's; default {EACH}")
-    parser.add_argument("--draw", type=Path, metavar="RESULT", help="measure nothing: draw the figure of a result")
+    add_draw_argument(parser)
     parser.add_argument("--table", type=Path, metavar="RESULT", help="measure nothing: print a result as Markdown")
     add_result_arguments(parser)
     return parser.parse_args(argv)
@@ -222,10 +232,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     if arguments.table:
-        print(table(json.loads(arguments.table.read_text())))
+        print(table(read_result(arguments.table)))
         return 0
     if arguments.draw:
-        draw(json.loads(arguments.draw.read_text()), arguments.draw)
+        draw_result(arguments.draw, draw)
         return 0
     check_clean(arguments)
     if peers_missing():
@@ -238,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                "skipped": peers_missing(), "runs": rows}  # fmt: skip
     result_file(arguments, "benchmarks.time_to_reward", figures, headlines(rows, arguments.goal))
     if arguments.output:
-        draw(json.loads(arguments.output.read_text()), arguments.output)
+        draw_result(arguments.output, draw)
     return 0
 
 

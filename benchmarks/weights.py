@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import multiprocessing
 import tempfile
 import time
@@ -35,7 +34,15 @@ from async_rl.engines import build_engine
 from async_rl.protocol import EpochInfo, Manifest
 from async_rl.weights.base import DTYPES, SendBuffers
 from async_rl.weights.broadcast import Receiver, Sender
-from benchmarks.common import Headline, Repeated, add_result_arguments, check_clean, result_file
+from benchmarks.common import (
+    Headline,
+    Repeated,
+    add_draw_argument,
+    add_result_arguments,
+    check_clean,
+    draw_result,
+    result_file,
+)
 from benchmarks.weights_figure import draw
 
 HOST = "127.0.0.1"
@@ -286,18 +293,25 @@ def headlines(sizes: Mapping[str, Any]) -> list[Headline]:
     return found
 
 
+def positive(text: str) -> int:
+    """For argparse: a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["10M", "135M", "500M"])
-    parser.add_argument("--receivers", nargs="+", type=int, default=[1, 2, 4], help="processes that receive")
+    parser.add_argument("--receivers", nargs="+", type=positive, default=[1, 2, 4], help="processes that receive")
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights; default: bfloat16, for an engine float32")
     parser.add_argument("--engine", choices=["vllm", "hf"], help="the receiver is this engine; default: bare receivers")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--draw", type=Path, metavar="RESULT", help="measure nothing: draw the figure of a result")
+    add_draw_argument(parser)
     add_result_arguments(parser)
     arguments = parser.parse_args(argv)
     if arguments.draw:
-        draw(json.loads(arguments.draw.read_text()), arguments.draw)
+        draw_result(arguments.draw, draw)
         return 0
     check_clean(arguments)
     arguments.dtype = arguments.dtype or ("float32" if arguments.engine else "bfloat16")
@@ -306,7 +320,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     figures = {"engine": arguments.engine, "dtype": arguments.dtype, "sizes": sizes}
     result_file(arguments, "benchmarks.weights", figures, headlines(sizes))
     if arguments.output:
-        draw(json.loads(arguments.output.read_text()), arguments.output)
+        draw_result(arguments.output, draw)
     return 0
 
 

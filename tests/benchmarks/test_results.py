@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import results_page
-from benchmarks.common import Headline, Repeated, result_file
+from benchmarks.common import Headline, Repeated, read_result, result_file
 
 
 def test_repeated_is_median_and_range() -> None:
@@ -46,3 +46,18 @@ def test_a_result_without_headlines_shows_its_numbers() -> None:
 def test_the_page_is_what_the_files_give() -> None:
     page = (results_page.RESULTS / results_page.PAGE).read_text(encoding="utf-8")
     assert page == results_page.page(), "run `python -m benchmarks.results_page`"
+
+
+@pytest.mark.parametrize("text", [None, "no JSON"])
+def test_a_file_that_is_no_result_is_one_line(
+    text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "result.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        read_result(file)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {file} is no result: ") and said.endswith("; name a file that --output wrote\n")
+    assert said.count("\n") == 1

@@ -92,7 +92,7 @@ def test_summary_compares_each_point_with_the_synchronous_one_of_its_kind(tmp_pa
     assert {"times synchronous, sigma 0.5", "times synchronous, sigma 1"} <= said.keys()
     assert said["share of the ideal limit, sigma 1"].value == row["limit_share_repeated"]
     written = json.loads(json.dumps(rows, default=asdict))
-    draw(written, tmp_path / "sweep.json")
+    draw({"summary": written}, tmp_path / "sweep.json")
     for name in ("sweep.png", "sweep.rates.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     shares, sides, fleet = sweep_text.tables(written).split("\n\n")
@@ -103,7 +103,7 @@ def test_summary_compares_each_point_with_the_synchronous_one_of_its_kind(tmp_pa
 
 def test_a_quick_sweep_is_drawn_too(tmp_path: Path) -> None:
     rows = sweep.summarize([run_of(point, 0) for point, _ in sweep.quick_points()])
-    draw(json.loads(json.dumps(rows, default=asdict)), tmp_path / "quick.json")
+    draw(json.loads(json.dumps({"summary": rows}, default=asdict)), tmp_path / "quick.json")
     assert (tmp_path / "quick.png").exists() and (tmp_path / "quick.rates.png").exists()
 
 
