@@ -14,11 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks import staleness_text
 from benchmarks.common import ROOT, Headline, Repeated
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = "README.md"
 PROVENANCE = ("command", "date", "commit", "dirty", "versions", "machine", "n")
+HEADLINES_OF = {"staleness_study": staleness_text.headlines}
+"""For results that were recorded without headlines."""
 HEAD = """# Results
 
 Written by `python -m benchmarks.results_page`; every table is a JSON file of this folder, with the command that
@@ -63,7 +66,10 @@ def figures_of(file: Path) -> list[Path]:
 
 
 def headlines(result: dict[str, Any]) -> list[Headline]:
-    """Those that the file has, or one for every number in it."""
+    """Those that the file has, else those of its suite, else one for every number in it."""
+    suite = suite_of(result)
+    if "headlines" not in result and suite in HEADLINES_OF:
+        return HEADLINES_OF[suite](result)
     if "headlines" not in result:
         return list(numbers({key: value for key, value in result.items() if key not in PROVENANCE}, result.get("n", 1)))
     return [Headline(**given | {"value": _value(given["value"])}) for given in result["headlines"]]

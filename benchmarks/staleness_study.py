@@ -309,7 +309,8 @@ def main() -> None:
     runs = study(jobs, arguments.workers)
     settings = {name: [*SHARED, *arm.settings] for name, arm in ARMS.items() if name in arguments.only}
     figures = {"preset": PRESET, "settings": settings, "evaluated_every": EVALUATE_EVERY, "goal": GOAL}
-    result_file(arguments, "benchmarks.staleness_study", figures | {"summary": summarize(runs), "runs": runs})
+    figures |= {"summary": summarize(runs), "runs": runs}
+    result_file(arguments, "benchmarks.staleness_study", figures, staleness_text.headlines(figures))
 
 
 if __name__ == "__main__":

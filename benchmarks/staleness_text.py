@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import Headline, Repeated
+
 Row = Mapping[str, Any]
 BEGIN, END = "<!-- begin: python -m benchmarks.staleness_study --into -->\n", "<!-- end -->\n"
 NAMES = {
@@ -28,6 +30,18 @@ def text(figures: Mapping[str, Any]) -> str:
     rows = figures["summary"]
     sentences = "\n".join(f"- {_wrap(line)}" for line in _sentences(figures))
     return f"{_table(rows)}\n\n{sentences}\n\n{PICTURE}\n"
+
+
+def headlines(figures: Mapping[str, Any]) -> list[Headline]:
+    """Every arm at the youngest and the oldest data, over the seeds."""
+    found = []
+    for arm, own in _arms(figures["summary"]).items():
+        for age in sorted({min(own), max(own)}):
+            runs = [run for run in figures["runs"] if (run["arm"], run["staleness"]) == (arm, age)]
+            for key, what in (("final", "held-out accuracy after the last step"), ("mean", "its mean over the run")):
+                value = Repeated.of(run[key] for run in runs)
+                found.append(Headline(f"{NAMES[arm]}, staleness {age}: {what}", value))
+    return found
 
 
 def write(figures: Mapping[str, Any], document: Path) -> None:

@@ -99,6 +99,14 @@ def test_table_and_sentences_go_between_the_marks(tmp_path: Path) -> None:
     assert max(map(len, written.split(staleness_text.PICTURE)[0].split("\n\n- ")[1].splitlines())) <= 120
 
 
+def test_headlines_are_the_youngest_and_the_oldest_data_of_each_arm() -> None:
+    rows = {one.what: one.value for one in staleness_text.headlines(figures())}
+    assert len(rows) == 8
+    assert str(rows["taken for on-policy, staleness 4: held-out accuracy after the last step"]) == (
+        "0.655 (0.65 to 0.66, n = 2)"
+    )
+
+
 def test_the_document_shows_the_recorded_result(tmp_path: Path) -> None:
     assert all(PAGE.read_text(encoding="utf-8").count(mark) == 1 for mark in (staleness_text.BEGIN, staleness_text.END))
     if not RESULT.exists():
