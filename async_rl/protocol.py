@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from async_rl.errors import InputError
 from async_rl.frames import Frame, value_from_frames, value_to_frames
 from async_rl.frames import ProtocolError as ProtocolError
 from async_rl.frames import decode_value as decode_value
@@ -28,10 +29,16 @@ PROTOCOL_VERSION = 3
 MAX_FRAMES = 4096
 MAX_HEADER_BYTES = 16 << 20
 MAX_NAME_CHARS = 100
+_LEASE_BYTES = 512
+"""Of a message with one lease, at most, besides its problem; stop ids have their own bytes."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
     """Base of every message; the tag is the class name."""
+
+
+class TooLarge(InputError):
+    """A message that no peer would take."""
 
 
 # --- data -------------------------------------------------------------------------------------
@@ -410,17 +417,28 @@ FromCoordinator = (
 
 
 def encode(message: Message) -> list[Frame]:
-    """Frames of a message: the header, then one per array. Raises ValueError if no peer would take it."""
+    """Frames of a message: the header, then one per array. Raises TooLarge if no peer would take it."""
     frames = value_to_frames(message)
     kind, size = type(message).__name__, len(frames[0])
     if len(frames) > MAX_FRAMES:
-        raise ValueError(f"{kind} has {len(frames)} frames, the limit is {MAX_FRAMES}; send fewer items in one message")
+        raise TooLarge(f"{kind} has {len(frames)} frames, the limit is {MAX_FRAMES}; send fewer items in one message")
     if size > MAX_HEADER_BYTES:
-        raise ValueError(
+        raise TooLarge(
             f"{kind} has a header of {size} bytes, the limit is {MAX_HEADER_BYTES}; "
             "send fewer items in one message, or drop long columns from the dataset"
         )
     return frames
+
+
+def check_travels(problem: Problem, max_message_bytes: int) -> str | None:
+    """Why no message can hold a lease of this problem, with its size and the limit; None: one can."""
+    header, *arrays = value_to_frames(problem)
+    size = len(header) + sum(memoryview(array).nbytes for array in arrays)
+    for found, limit, what in ((len(header), MAX_HEADER_BYTES, "the header of a message"),
+                               (size, max_message_bytes, "transport.max_message_bytes")):  # fmt: skip
+        if found > (room := limit - _LEASE_BYTES):
+            return f"{found} bytes with all columns, a message has room for {room} ({what})"
+    return None
 
 
 def decode(frames: Sequence[Frame], kind: Any) -> Any:

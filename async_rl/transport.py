@@ -24,7 +24,17 @@ from async_rl.addresses import is_loopback, join_address, split_address
 from async_rl.errors import InputError
 from async_rl.frames import Frame, one_line
 from async_rl.keys import Keys
-from async_rl.protocol import FromCoordinator, FromGenerator, Hello, Message, ProtocolError, Refused, decode, encode
+from async_rl.protocol import (
+    FromCoordinator,
+    FromGenerator,
+    Hello,
+    Message,
+    ProtocolError,
+    Refused,
+    TooLarge,
+    decode,
+    encode,
+)
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +160,7 @@ class Server:
     def send(self, identity: str, message: Message) -> bool:
         """Queue a message; False (and a count) if the peer is gone or takes nothing. Never blocks.
 
-        Raises InputError if the message is larger than any peer accepts.
+        Raises TooLarge if the message is larger than any peer accepts.
         """
         frames = _encode_bounded(message, self.max_message_bytes)
         try:
@@ -274,7 +284,7 @@ class Client:
     async def send(self, message: Message, timeout_s: float = 30.0) -> None:
         """Queue a message for the learner, also while it is not there.
 
-        Raises TimeoutError if the queue stays full for `timeout_s`, InputError if the message is too large.
+        Raises TimeoutError if the queue stays full for `timeout_s`, TooLarge if the message is.
         """
         frames = _encode_bounded(message, self.max_message_bytes)
         try:
@@ -358,7 +368,7 @@ def _encode_bounded(message: Message, limit: int) -> Sequence[Frame]:
     frames = encode(message)
     size = sum(len(frame) for frame in frames)
     if size > limit:
-        raise InputError(
+        raise TooLarge(
             f"{type(message).__name__} has {size} bytes, the limit is transport.max_message_bytes={limit}; "
             "raise it on both sides, or shorten what is sent"
         )

@@ -28,6 +28,7 @@ from async_rl.protocol import (
     SamplingParams,
     Trajectory,
     VersionSpan,
+    check_travels,
     decode,
     decode_value,
     encode,
@@ -302,6 +303,20 @@ def test_limits_hold_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
         decode(frames, FromGenerator)
     with pytest.raises(ValueError, match=r"Finished has a header of .* the limit is 100"):
         encode(finished())
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_a_problem_that_travels_fits_with_its_lease_into_a_message(beyond: int) -> None:
+    limit, longest = 100_000, 2**62
+    room = limit - protocol._LEASE_BYTES
+    bare = Problem(id="p", prompt="", prompt_ids=np.arange(9, dtype=np.int32), metadata={"text": "x" * 70_000})
+    used = sum(memoryview(frame).nbytes for frame in value_to_frames(bare))
+    whole = msgspec.structs.replace(bare, metadata={"text": "x" * (70_000 + room - used + beyond)})
+    wrong = check_travels(whole, limit)
+    assert (wrong is not None) == bool(beyond) and (not beyond or f"room for {room}" in wrong)
+    sampling = SamplingParams(max_tokens=longest, temperature=0.7, seed=2**31 - 1, stop_ids=(longest,) * 9)
+    lease = Lease(kind="train", ticket=longest, member=longest, attempt=longest, problem=whole, sampling=sampling)
+    assert sum(memoryview(frame).nbytes for frame in encode(Leases.of([lease]))) <= limit + beyond
 
 
 def test_a_peer_cannot_write_control_characters_into_a_log() -> None:

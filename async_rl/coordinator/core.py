@@ -45,7 +45,7 @@ TURN_S = 0.25
 TICK_S = 0.05
 """Between two looks at all members."""
 MAX_LEASES = 32
-"""Leases of one message: hundreds of long rows would exceed what a message may hold."""
+"""Leases of one message; fewer where their rows are too long for one."""
 
 
 class Coordinator(Facade):
@@ -530,10 +530,20 @@ class Coordinator(Facade):
         if self.leasing.has_work(hungry):
             for member, leases in self.leasing.hand_out(hungry, now):
                 parts = (leases[i : i + MAX_LEASES] for i in range(0, len(leases), MAX_LEASES))
-                if not all(self._send(member, p.Leases.of(part)) for part in parts):
+                if not all(self._send_leases(member, part) for part in parts):
                     self._lose([member.name])
             self._hungry.difference_update([member.name for member in hungry if not self.leasing.free(member)])
             self._tell_cancelled()
+
+    def _send_leases(self, member: Member, leases: Sequence[p.Lease]) -> bool:
+        """Long rows fill a message with few leases: halve until it holds them. Raises TooLarge if one row does not."""
+        try:
+            return self._send(member, p.Leases.of(leases))
+        except p.TooLarge:
+            if len(leases) == 1:
+                raise
+        half = len(leases) // 2
+        return all(self._send_leases(member, part) for part in (leases[:half], leases[half:]))
 
     def _tell_cancelled(self) -> None:
         """Tell owners of leases whose result is no longer wanted; their slots are free."""

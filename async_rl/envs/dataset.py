@@ -18,7 +18,7 @@ from async_rl.envs.base import ProblemSource
 from async_rl.envs.rows import Rows, check_plain, check_prompt, read_rows
 from async_rl.envs.tokenize import Prompt, render_prompt
 from async_rl.errors import InputError
-from async_rl.protocol import Problem
+from async_rl.protocol import Problem, check_travels
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -103,7 +103,18 @@ class _Loader:
             raise rows.error(number, column, f"cannot be rendered: {error}") from error
         metadata = {name: value for name, value in row.items() if name not in (column, answer_column)}
         answer = row[answer_column] if answer_column is not None else None
-        return Problem(id=f"{rows.path.stem}:{number}", prompt=text, prompt_ids=ids, answer=answer, metadata=metadata)
+        name = f"{rows.path.stem}:{number}"
+        problem = Problem(id=name, prompt=text, prompt_ids=ids, answer=answer, metadata=metadata)
+        self._check_travels(rows, number, row, problem)
+        return problem
+
+    def _check_travels(self, rows: Rows, number: int, row: dict[str, Any], problem: Problem) -> None:
+        """A row that no message to a generator can hold would end the run when it is drawn."""
+        if len(problem.prompt_ids) > longest_prompt(self.config):
+            return  # It is dropped.
+        if wrong := check_travels(problem, self.config.transport.max_message_bytes):
+            longest = max(row, key=lambda name: len(str(row[name])))
+            raise rows.error(number, longest, f"{wrong}; shorten this column, the longest, or leave it out")
 
 
 def _hold_out(problems: list[Problem], data: DataConfig, only_evaluates: bool) -> list[Problem]:

@@ -201,6 +201,21 @@ def test_values_that_cannot_travel_are_refused_with_row_and_column(tmp_path: Pat
     assert "d.jsonl, row 2, column 'big': cannot be sent to a generator: " in message
 
 
+def test_a_row_that_no_message_holds_is_refused_before_the_run_with_its_longest_column(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "answer": "1", "tests": "x" * 3000}, {"prompt": "b", "answer": "1", "tests": "x" * 4000}]
+    file = write_jsonl(tmp_path / "d.jsonl", rows)
+    message = refusal(file, "transport.max_message_bytes=4096")
+    assert "d.jsonl, row 2, column 'tests': 4" in message and message.endswith("or leave it out")
+    assert "a message has room for 3584 (transport.max_message_bytes)" in message
+    assert load(file, "transport.max_message_bytes=8192").num_problems == 2
+
+
+def test_a_prompt_that_is_too_long_is_dropped_even_where_no_message_holds_it(tmp_path: Path) -> None:
+    rows = [{"prompt": "a" * 9000, "answer": "1"}, {"prompt": "b", "answer": "1"}]
+    problems = load(write_jsonl(tmp_path / "d.jsonl", rows), "transport.max_message_bytes=4096")
+    assert problems.num_problems == 1 and problems.dropped == {"prompt_too_long": 1}
+
+
 def test_dates_of_parquet_travel(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet

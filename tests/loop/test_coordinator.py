@@ -185,6 +185,23 @@ async def test_leases_of_many_slots_with_long_rows_travel_in_several_messages(tm
     check_account(learner)
 
 
+async def test_leases_of_rows_of_which_a_message_holds_three_travel_all_the_same(tmp_path: Path) -> None:
+    config = make_config(
+        tmp_path,
+        run={"steps": 3},
+        sampling={"group_size": 2},
+        generator={"slots": 32},
+        transport={"max_message_bytes": 1 << 20},
+    )
+    numbers = iter(range(1000))
+    long = {"tests": "x" * 300_000}
+    learner = Learner(config, lambda: msgspec.structs.replace(problem(next(numbers)), metadata=long))
+    async with fleet(config, learner.start(), "g0"):
+        await learner.done()
+    assert len(learner.batches) == 3
+    check_account(learner)
+
+
 async def test_after_its_end_calls_say_so_and_late_jobs_are_ignored(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
