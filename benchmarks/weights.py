@@ -134,6 +134,7 @@ class Bench:
             place = Place(rank, self.size, store.port, manifest.num_bytes, None if engine else self._info(rank))
             process = context.Process(target=serve, args=(there, place), daemon=True)
             process.start()
+            there.close()  # else the end of the process would not be heard
             self.pipes.append(pipe)
             self.processes.append(process)
         self.group = raw_group(store, 0, self.size)
@@ -211,7 +212,14 @@ class Bench:
         for number, pipe in enumerate(self.pipes):
             if not pipe.poll(max(0.0, deadline - time.monotonic())):
                 raise TimeoutError(f"receiver {number} gave no answer for {TIMEOUT_S:g} s")
-            pipe.recv()
+            try:
+                pipe.recv()
+            except EOFError:
+                self.processes[number].join(10)
+                code = self.processes[number].exitcode
+                raise RuntimeError(
+                    f"receiver {number} ended with exit code {code} (-9: killed, perhaps for want of memory)"
+                ) from None
 
     def close(self) -> None:
         for pipe, process in zip(self.pipes, self.processes, strict=True):

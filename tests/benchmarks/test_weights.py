@@ -37,3 +37,14 @@ def test_a_tiny_model_to_two_receivers(tmp_path: Path) -> None:
     figure.unlink()
     assert weights.main(["--draw", str(output)]) == 0
     assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_a_receiver_that_is_killed_ends_the_measuring_with_its_exit_code(tmp_path: Path) -> None:
+    bench = weights.Bench(weights.make_model("1M", torch.bfloat16), 1, None, tmp_path)
+    try:
+        bench.processes[0].kill()
+        with pytest.raises(RuntimeError, match="receiver 0 ended with exit code -9"):
+            bench._await_peers()
+    finally:
+        bench.close()
