@@ -198,7 +198,7 @@ class Lead:
         for sink in self.sinks:
             sink.write(step, values)
         if self.config.metrics.console != "off":
-            self.predictions.update(step, self.last_values)
+            self._aside("predicted gain", lambda: self.predictions.update(step, self.last_values))
         self.console.update(step, self.last_values, self._status())
 
     def _status(self) -> dict[str, Any]:
@@ -279,8 +279,19 @@ class Lead:
         self._closed = True
         self._close_outputs()
         if self.config.metrics.report:
-            self._advise()
-            draw_report(self.run_dir / "metrics.jsonl", self.run_dir / "report.png", self.config)
+            self._aside("advice", self._advise)
+            self._aside("report", self._draw_report)
+
+    def _aside(self, what: str, make: Callable[[], None]) -> None:
+        """Make something that the run can do without; one that cannot be made is a line in the log."""
+        try:
+            make()
+        except Exception as error:  # whatever a simulation or a drawing raises, it says nothing about the training
+            log.warning("no %s: %s: %s", what, type(error).__name__, error)
+            log.debug("no %s", what, exc_info=True)
+
+    def _draw_report(self) -> None:
+        draw_report(self.run_dir / "metrics.jsonl", self.run_dir / "report.png", self.config)
 
     def _advise(self) -> None:
         """Print what would have made the run faster, and write it to <run_dir>/advice.txt."""

@@ -187,13 +187,15 @@ class Loop:
             return  # Rank 0 alone says how the run ended: an exit code here would have it stopped while it writes.
         preempted = interrupted.number == signal.SIGTERM and self.checkpoints.enabled
         self.lead.finish(step, evaluate, interrupted.is_set, dismiss=not preempted)
+        stopped = interrupted.is_set()
+        if not stopped and self.checkpoints.error is None:
+            # Before report and advice: a run that is killed while it draws has nothing left to train.
+            mark_finished(Path(self.config.run.dir), step)
         self.lead.close()
         if self.checkpoints.error is not None:
             raise CheckpointError(f"step {step} is not saved: {self.checkpoints.error}")
-        if interrupted.is_set() and not preempted:
+        if stopped and not preempted:
             raise KeyboardInterrupt
-        if not interrupted.is_set():
-            mark_finished(Path(self.config.run.dir), step)
 
 
 class _NothingToSave(BaseException):

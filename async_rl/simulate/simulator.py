@@ -252,15 +252,20 @@ def _shrunk(config: Config, costs: Costs, count: int, factor: float) -> tuple[Co
     def less(number: int) -> int:
         return max(1, round(number / factor))
 
+    groups = less(config.learner.batch_groups)
     window = config.staleness.reorder_window
-    learner = msgspec.structs.replace(config.learner, batch_groups=less(config.learner.batch_groups))
+    if window is not None:
+        # Batch and window are rounded apart: the steps of run-ahead that the window takes must stay the same.
+        taken = -(-(window - 1) // config.learner.batch_groups)
+        window = min(max(less(window), (taken - 1) * groups + 2), taken * groups + 1)
+    learner = msgspec.structs.replace(config.learner, batch_groups=groups)
     small = msgspec.structs.replace(
         config,
         generator=msgspec.structs.replace(config.generator, count=count),
         learner=learner,
-        staleness=msgspec.structs.replace(config.staleness, reorder_window=None if window is None else less(window)),
+        staleness=msgspec.structs.replace(config.staleness, reorder_window=window),
         data=msgspec.structs.replace(config.data, eval_problems=less(config.data.eval_problems)),
     )
     # A batch that does not shrink by exactly the factor takes as long as the whole one would.
-    rounding = learner.batch_groups * factor / config.learner.batch_groups
+    rounding = groups * factor / config.learner.batch_groups
     return small, msgspec.structs.replace(costs, learner_tokens_per_s=costs.learner_tokens_per_s * rounding / factor)

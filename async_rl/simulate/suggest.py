@@ -103,7 +103,9 @@ def _best(config: Config, now: Outcome, search: Search, values: list[Settings]) 
 
 
 def _try(config: Config, now: Outcome, search: Search, changes: Settings, reason: str) -> Suggestion | None:
-    """None where the loader refuses the change, or the search is out of its budget."""
+    """None where nothing is trained now, the loader refuses the change, or the search is out of its budget."""
+    if now.trained_tokens_per_s == 0:
+        return None  # Every token is masked: there is no rate to compare with.
     try:
         changed = replaced(config, changes)
         then = search.outcome(changed)

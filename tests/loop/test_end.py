@@ -97,6 +97,16 @@ def test_the_last_version_is_saved_published_and_evaluated(tmp_path: Path, monke
     assert (tmp_path / "run" / FINISHED).read_text() == "3\n"
 
 
+def test_a_run_is_complete_before_its_report_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Killed(Ends):
+        def close(self) -> None:
+            raise SystemExit("killed while it draws")
+
+    with pytest.raises(SystemExit):
+        end(tmp_path, monkeypatch, Killed())
+    assert (tmp_path / "run" / FINISHED).read_text() == "3\n"
+
+
 def test_a_failing_last_evaluation_does_not_cost_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = Ends(TimeoutError("no answer"))
     with pytest.raises(TimeoutError):
@@ -143,6 +153,7 @@ def test_a_last_checkpoint_that_failed_is_an_error(tmp_path: Path, monkeypatch: 
     with pytest.raises(CheckpointError, match=r"step 3 is not saved: disk full"):
         end(tmp_path, monkeypatch, parts, checkpoints=True, error=CheckpointError("disk full"))
     assert parts.done[-1] == "close", "the fleet is told and the files are closed first"
+    assert not (tmp_path / "run" / FINISHED).exists(), "its last step is lost"
 
 
 # --- a signal while the model loads ----------------------------------------------------------------

@@ -85,6 +85,32 @@ def test_two_rounds_that_end_within_one_step_have_a_line_each(tmp_path: Path) ->
     assert [row["eval/accuracy"] for row in rows] == [0.25, 0.75]
 
 
+def fail(*_: Any) -> Any:
+    """What a simulation may do."""
+    raise ValueError("publish_every = 1 gives run_ahead = -1")
+
+
+def test_no_prediction_advice_or_report_that_fails_ends_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lead = Lead.__new__(Lead)
+    lead.config, lead.run_dir, lead.sinks, lead.devices = make_config(tmp_path), tmp_path, [], None
+    lead._fresh_results, lead.last_values = [], {}
+    lead.predictions = SimpleNamespace(update=fail, sentence="")  # type: ignore[assignment]
+    lead.coordinator = SimpleNamespace(status=dict)  # type: ignore[assignment]
+    lead.publisher = SimpleNamespace(close=lambda: None)  # type: ignore[assignment]
+    lead.console = SimpleNamespace(update=lambda *_: None, close=lambda: None)  # type: ignore[assignment]
+    lead.config = msgspec.structs.replace(
+        lead.config, metrics=msgspec.structs.replace(lead.config.metrics, console="plain", report=True)
+    )
+    monkeypatch.setattr("async_rl.learner.lead.advice_after", fail)
+    monkeypatch.setattr("async_rl.learner.lead.draw_report", fail)
+    lead._write(16, Metrics())
+    lead.close()
+    why = "ValueError: publish_every = 1 gives run_ahead = -1"
+    assert caplog.messages == [f"no predicted gain: {why}", f"no advice: {why}", f"no report: {why}"]
+
+
 def test_an_alarm_is_counted_said_and_written_before_it_ends_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

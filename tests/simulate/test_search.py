@@ -132,6 +132,14 @@ def test_the_least_value_close_to_the_best_is_chosen() -> None:
     assert choose([candidate(bound) for bound in (2, 4)]).label == 2
 
 
+def test_a_run_whose_tokens_are_all_masked_has_no_rate_to_compare_with() -> None:
+    """Every token is one step old, and the correction takes none of that age."""
+    config = make_config("staleness.max_staleness=1", "algorithm.correction.max_token_staleness=0")
+    search = Search(make_costs(learner_tokens_per_s=400.0))
+    assert search.outcome(config).trained_tokens_per_s == 0
+    assert suggest(config, search, 8) == []
+
+
 def test_changes_are_checked_as_at_load() -> None:
     with pytest.raises(ConfigError, match="cannot make progress"):
         replaced(make_config("staleness.max_staleness=0"), {"staleness.publish_every": 2})

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from async_rl.config import run_ahead
 from async_rl.simulate import Costs, Outcome, Simulation, simulate
 from async_rl.simulate.simulator import _shrunk
 from async_rl.staleness import trajectory_staleness
@@ -195,6 +196,21 @@ def test_a_large_fleet_is_simulated_as_a_small_one_of_the_same_proportions() -> 
     whole, shrunk = Simulation(config, costs, 30).run(), simulate(config, costs)
     assert shrunk.trained_tokens_per_s == pytest.approx(whole.trained_tokens_per_s, rel=0.05)
     assert shrunk.ideal_tokens_per_s == pytest.approx(whole.ideal_tokens_per_s, rel=0.05)
+
+
+@pytest.mark.parametrize("groups", [1, 9, 52, 500])
+@pytest.mark.parametrize("window", [1, 2, 52, 53, 157, 1000])
+def test_a_smaller_fleet_runs_as_many_batches_ahead(groups: int, window: int) -> None:
+    """Window and batch are rounded apart; the window must not take more steps of staleness than it did, nor fewer."""
+    config = make_config(
+        "staleness.overdue=wait", "staleness.max_staleness=1000", f"staleness.reorder_window={window}",
+        f"learner.batch_groups={groups}",
+    )  # fmt: skip
+    for factor in (1.1, 2.0, 3.7, 8.0):
+        small, _ = _shrunk(config, make_costs(), 1, factor)
+        ahead = [run_ahead(c.staleness, c.learner.batch_groups) for c in (config, small)]
+        assert ahead[0] == ahead[1], factor
+        assert small.staleness.reorder_window is not None and small.staleness.reorder_window >= 1
 
 
 PREDICTED = [
