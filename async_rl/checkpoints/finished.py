@@ -16,6 +16,11 @@ def mark_finished(run_dir: Path, step: int) -> None:
     (run_dir / FINISHED).write_text(f"{step}\n")
 
 
+def clear_finished(run_dir: Path) -> None:
+    """A run begins: an end that came before it is not its own, even at the same step."""
+    (run_dir / FINISHED).unlink(missing_ok=True)
+
+
 def finished_after(config: Config, step: int) -> bool:
     """Whether the run, whose newest checkpoint is of `step`, was at its end already."""
     mark = Path(config.run.dir) / FINISHED

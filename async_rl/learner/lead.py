@@ -19,6 +19,7 @@ from async_rl.alarms import Alarms
 from async_rl.buffer import TrajectoryGroup
 from async_rl.checkpoints import Disk, names
 from async_rl.checkpoints.differences import changed_settings
+from async_rl.checkpoints.finished import clear_finished
 from async_rl.checkpoints.lineage import write_lineage
 from async_rl.checkpoints.state import RunState, read_state
 from async_rl.config import Config
@@ -90,6 +91,7 @@ class Lead:
 
     def start(self) -> None:
         """Take over the run directory and open the port; generators may come from now on."""
+        clear_finished(self.run_dir)
         write_lineage(self.run_dir, self.from_start.lineage, Disk())
         (self.run_dir / names.CONFIG).write_bytes(resolved_settings(self.config, self.resolved_from, self.run_id))
         # At the very beginning there is no line that could stay, not even one of step 0.

@@ -12,8 +12,11 @@ import msgspec
 import pytest
 
 from async_rl.alarms import Alarms
+from async_rl.checkpoints.finished import FINISHED, mark_finished
+from async_rl.checkpoints.lineage import Lineage
 from async_rl.evaluation import EvaluationResult, EvaluationSettings
 from async_rl.learner.lead import Lead
+from async_rl.learner.start import Start
 from async_rl.metrics import Metrics
 from tests.loop.rig import Learner, make_config, manifest
 
@@ -83,6 +86,20 @@ def test_two_rounds_that_end_within_one_step_have_a_line_each(tmp_path: Path) ->
     lead._write(7, Metrics())
     lead.coordinator.stop("test")
     assert [row["eval/accuracy"] for row in rows] == [0.25, 0.75]
+
+
+def test_a_run_that_begins_is_not_finished_by_the_one_before_it(tmp_path: Path) -> None:
+    """Both end after the same step; the second is killed during its last evaluation, and must go on there."""
+    lead = Lead.__new__(Lead)
+    lead.config, lead.resolved_from, lead.run_dir = make_config(tmp_path), "config.toml", tmp_path
+    lead.run_id, lead.publisher, lead.from_start = "run-2", None, Start(Lineage.first())  # type: ignore[assignment]
+    lead.console = SimpleNamespace(message=lambda _: None)  # type: ignore[assignment]
+    lead.coordinator = SimpleNamespace(start=lambda _: {"learner": "127.0.0.1:1"})  # type: ignore[assignment]
+    mark_finished(tmp_path, 4)
+    lead.start()
+    for sink in lead.sinks:
+        sink.close()
+    assert not (tmp_path / FINISHED).exists()
 
 
 def fail(*_: Any) -> Any:
