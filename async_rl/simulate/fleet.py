@@ -79,8 +79,10 @@ class VirtualFleet:
 
     def _cancel(self, generator: VirtualGenerator, key: LeaseKey) -> None:
         if generator.engine is not None:
-            self._advance(generator).cancel(key)
+            engine = self._advance(generator)
+            engine.cancel(key)
             self._plan(generator)
+            self._pause_if_drained(generator, engine)
             self._hungry[generator.member.name] = generator.member
 
     def evaluate(self, version: int, problems: Iterable[Problem]) -> None:
@@ -108,8 +110,7 @@ class VirtualFleet:
         self._advance(generator)
         for request in engine.take_ended():
             self._sampled(generator, engine, request)
-        if generator.member.name in self._draining and engine.idle:
-            self._pause(generator)
+        self._pause_if_drained(generator, engine)
         self._plan(generator)
 
     def _sampled(self, generator: VirtualGenerator, engine: VirtualEngine, request: Request) -> None:
@@ -156,6 +157,11 @@ class VirtualFleet:
             else:
                 self._pause(generator)
         self._published()
+
+    def _pause_if_drained(self, generator: VirtualGenerator, engine: VirtualEngine) -> None:
+        """Its last running request ended or was cancelled: it loads what it has waited to load."""
+        if generator.member.name in self._draining and engine.idle:
+            self._pause(generator)
 
     def _pause(self, generator: VirtualGenerator) -> None:
         engine, version = generator.engine, self.version

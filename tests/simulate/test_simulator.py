@@ -213,6 +213,17 @@ def test_a_smaller_fleet_runs_as_many_batches_ahead(groups: int, window: int) ->
         assert small.staleness.reorder_window is not None and small.staleness.reorder_window >= 1
 
 
+def test_a_cancelled_last_request_lets_a_draining_engine_load() -> None:
+    """Rounds of evaluation end at a deadline of 3 s, often while an engine finishes nothing but their members."""
+    for seed in range(4):
+        simulation, _ = run(
+            "generator.running_requests=finish", "evaluation.every=1", "data.eval_problems=4",
+            "run.stall_timeout_s=3", "generator.count=2",
+            seed=seed, lengths=lognormal(1.0), learner_tokens_per_s=3200.0,
+        )  # fmt: skip
+        assert len(simulation.records) == 40
+
+
 PREDICTED = [
     # sigma, overdue, max_staleness: share of the ideal rate (tokens masked later included), share of tokens masked
     (0.5, "mask", 0, 0.38, 0.000),
