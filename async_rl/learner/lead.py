@@ -140,6 +140,10 @@ class Lead:
     def shared(self, step: int, work: bytes, updater: dict[str, Any], evaluation_begun: int) -> dict[str, bytes]:
         """The files of a checkpoint that rank 0 writes: state and settings."""
         self._take_evaluations()
+        # Results that the checkpoint calls done are lines of its step: those of later ones are cut on resume.
+        results, self._fresh_results = self._fresh_results, []
+        for result in results:
+            self._write_evaluation(step, result)
         state = RunState(
             step=step,
             work=np.frombuffer(work, np.uint8),
@@ -213,8 +217,10 @@ class Lead:
         metrics.last("step", step)
         metrics.last("policy_version", step)
         record_evaluation(metrics, result)
+        values = metrics.resolve()
+        self.last_values = {**self.last_values, **values}
         for sink in self.sinks:
-            sink.write(step, metrics.resolve())
+            sink.write(step, values)
 
     # --- evaluation -------------------------------------------------------------------------
 

@@ -12,12 +12,15 @@ import msgspec
 import pytest
 
 from async_rl.alarms import Alarms
+from async_rl.checkpoints import names
 from async_rl.checkpoints.finished import FINISHED, mark_finished
 from async_rl.checkpoints.lineage import Lineage
+from async_rl.checkpoints.state import RunState
 from async_rl.evaluation import EvaluationResult, EvaluationSettings
 from async_rl.learner.lead import Lead
 from async_rl.learner.start import Start
 from async_rl.metrics import Metrics
+from async_rl.protocol import decode_value
 from tests.loop.rig import Learner, make_config, manifest
 
 
@@ -126,6 +129,23 @@ def test_no_prediction_advice_or_report_that_fails_ends_a_run(
     lead.close()
     why = "ValueError: publish_every = 1 gives run_ahead = -1"
     assert caplog.messages == [f"no predicted gain: {why}", f"no advice: {why}", f"no report: {why}"]
+
+
+def test_an_evaluation_that_a_checkpoint_calls_done_is_a_line_of_its_step(tmp_path: Path) -> None:
+    """A line of the step after it would be cut when a killed run goes on, and the round not be made again."""
+    lead, _ = make_lead(tmp_path, deadline_s=1000.0)
+    lead.run_id, lead.resolved_from = "run-1", "config.toml"
+    rows: list[tuple[int, float]] = []
+    sink: Any = SimpleNamespace(write=lambda step, values: rows.append((step, values["eval/accuracy"])))
+    lead.sinks = [sink]
+    lead.coordinator._results = [result(3, 0.25)]
+    lead._take_evaluations()
+    lead.coordinator._results = [result(4, 0.75)]
+    state = decode_value(lead.shared(4, b"", {}, 4)[names.STATE], RunState)
+    assert state.evaluated == 4 and state.accuracies == [(3, 0.25), (4, 0.75)]
+    assert rows == [(4, 0.25), (4, 0.75)]
+    lead.finish(4, evaluate=False)
+    assert len(rows) == 2, "once each"
 
 
 def test_an_alarm_is_counted_said_and_written_before_it_ends_the_run(
