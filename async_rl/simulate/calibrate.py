@@ -45,6 +45,13 @@ class Measured:
         values = [found[step] for step in self.steps if step in found]
         return float(np.mean(values)) if values else default
 
+    def growth(self, key: str) -> float:
+        """Of a total over the counted steps; it is 0 until its first value."""
+        totals = self._by_step.get(key, {})
+        before = max((step for step in totals if step < self.steps[0]), default=None)
+        last = max((step for step in totals if step <= self.steps[-1]), default=None)
+        return 0.0 if last is None else totals[last] - (0.0 if before is None else totals[before])
+
     def rate(self, key: str) -> float:
         """Mean of a rate or share, weighted by the seconds that it held for."""
         return float(np.average(self.of(key), weights=self.of("time/step_s")))
@@ -94,6 +101,7 @@ def costs_from_run(run_dir: Path) -> Costs:
         pause_s=pause_s,
         score_s=run.average("reward/score_s"),
         round_trip_s=run.average("generator/round_trip_s"),
+        equal_share=_equal_share(run),
         failure_every_s=config.plan.failure_every_s,
         restart_s=config.plan.restart_s,
     )
@@ -165,6 +173,14 @@ def _engine(run: Measured, config: Config, pause_s: float) -> tuple[float, float
         return float(tokens.sum() / slot_seconds.sum()), 0.0
     alone = start + slope
     return 1 / alone, slope / alone
+
+
+def _equal_share(run: Measured) -> float:
+    """Groups of equal rewards, dropped or trained, over all that were sampled whole."""
+    trained = run.of("group/trained")
+    equal = float(run.of("group/zero_variance_share") @ trained)
+    dropped = run.growth("ledger/dropped_zero_variance")
+    return (equal + dropped) / (float(trained.sum()) + dropped)
 
 
 def _lengths(run: Measured, config: Config) -> Quantiles:

@@ -31,6 +31,8 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     """From the last token to the reward; the slot is free by then, the lease is not."""
     round_trip_s: float = 0.0
     """From the reward until the coordinator has answered, with new work."""
+    equal_share: float = 0.0
+    """Share of all sampled groups whose rewards are equal: `sampling.max_refills` drops and refills them."""
     failure_every_s: float | None = None
     """Mean time between failures of one generator; None: none fails."""
     restart_s: float = 60.0

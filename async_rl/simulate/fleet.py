@@ -15,6 +15,7 @@ from async_rl.protocol import LeaseKey, Problem, Trajectory
 from async_rl.simulate.clock import EventQueue
 from async_rl.simulate.costs import Costs
 from async_rl.simulate.engine import Request, VirtualEngine
+from async_rl.simulate.lengths import chance_by_ticket
 
 
 class VirtualGenerator:
@@ -43,6 +44,7 @@ class VirtualFleet:
         self._by_name = {g.member.name: g for g in self.generators}
         self._hungry: dict[str, Member] = {}
         self._random = np.random.default_rng([seed, 1])
+        self._equal = chance_by_ticket(costs.equal_share, [seed, 3])
         longest = config.sampling.max_completion_tokens
         self._ids, self._logprobs = np.zeros(longest, np.int32), np.zeros(longest, np.float32)
         self._mask = np.ones(longest, np.uint8)
@@ -52,7 +54,7 @@ class VirtualFleet:
         """Those of them that finish what runs first."""
         self._on_published: Callable[[], None] | None = None
         self.generated_tokens = self.dropped_tokens = self.lost_tokens = self.failures = 0
-        """Tokens that arrived; of these, those that were not wanted; those that died with their generator."""
+        """Tokens that arrived; those of them that came unwanted; those that died with their generator."""
 
     def start(self) -> None:
         """Every generator comes with version 0."""
@@ -121,7 +123,7 @@ class VirtualFleet:
             completion_mask=self._mask[:length],
             behavior_logprobs=self._logprobs[:length],
             versions=spans,
-            reward=0.0,
+            reward=self._reward(request.key),
         )
         late_s = self.costs.score_s + self.costs.round_trip_s
         if late_s:
@@ -129,6 +131,10 @@ class VirtualFleet:
             self.events.after(late_s, lambda: self._arrived(generator, life, request.key, trajectory))
         else:
             self._arrived(generator, generator.lives, request.key, trajectory)
+
+    def _reward(self, key: LeaseKey) -> float:
+        """Of a group whose rewards differ the first member alone is right; an evaluation's rewards matter to nobody."""
+        return float(key.kind == "train" and key.member == 0 and not self._equal(key.ticket))
 
     def _arrived(self, generator: VirtualGenerator, life: int, key: LeaseKey, trajectory: Trajectory) -> None:
         name, tokens = generator.member.name, len(trajectory.completion_ids)

@@ -1,4 +1,4 @@
-"""Completion lengths of simulated members: drawn by ticket, so that settings are compared on the same problems."""
+"""Lengths and chances of simulated members: drawn by ticket, so that settings are compared on the same problems."""
 
 from __future__ import annotations
 
@@ -71,6 +71,19 @@ def lengths_by_ticket(lengths: Lengths, seed: int | Sequence[int]) -> LengthsOf:
         return tuple(store.pop() for _ in range(members))
 
     return draw
+
+
+def chance_by_ticket(share: float, seed: int | Sequence[int]) -> Callable[[int], bool]:
+    """Draw for each ticket whether it is one of a share of all, whatever the other settings are."""
+    random = np.random.default_rng(seed)
+    drawn: list[bool] = []
+
+    def one_of_them(ticket: int) -> bool:
+        while ticket >= len(drawn):
+            drawn.extend((random.random(BLOCK) < share).tolist())
+        return drawn[ticket]
+
+    return one_of_them
 
 
 def _whole(tokens: np.ndarray, longest: int) -> np.ndarray:

@@ -50,7 +50,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     consumed_tokens_per_s: float
     """Of all tokens of the batches, overdue ones included."""
     dropped_tokens_per_s: float
-    """Overdue and masked, or arrived and not wanted."""
+    """Overdue and masked, arrived and not wanted, or of groups that were dropped for equal rewards."""
     lost_tokens_per_s: float
     """Sampled by generators that failed before they were sent."""
     overdue_share: float

@@ -197,7 +197,7 @@ class Simulation:
             slot_s=slot_s,
             busy_slot_s=busy_slot_s,
             generated_tokens=fleet.generated_tokens,
-            dropped_tokens=fleet.dropped_tokens,
+            dropped_tokens=fleet.dropped_tokens + self.ledger.dropped_tokens,
             lost_tokens=fleet.lost_tokens,
             failures=fleet.failures,
         )

@@ -11,6 +11,7 @@ import pytest
 from async_rl.config import Config, ConfigError, dump_json
 from async_rl.simulate import Costs, Lognormal, Quantiles, Simulation
 from async_rl.simulate.calibrate import costs_from_run, line
+from async_rl.simulate.outcome import Mark
 from tests.simulate.settings import lognormal, make_config, make_costs
 
 
@@ -18,12 +19,25 @@ def write_run(folder: Path, config: Config, costs: Costs, steps: int = 40) -> Si
     """The metrics that a real run would write, of a simulated one."""
     simulation = Simulation(config, costs, steps)
     simulation.batches = []
+    dropped: list[int] = []
+    mark = simulation._mark
+
+    def marked() -> Mark:
+        dropped.append(simulation.ledger.counts().dropped.get("zero_variance", 0))
+        return mark()
+
+    simulation._mark = marked  # type: ignore[method-assign]
     simulation.run()
     (folder / "config.json").write_text(dump_json(config))
     slots = config.generator.count * config.generator.slots
     with (folder / "metrics.jsonl").open("w") as file:
-        for record, batch, before, after in zip(
-            simulation.records, simulation.batches, simulation.marks[:-1], simulation.marks[1:], strict=True
+        for record, batch, before, after, refilled in zip(
+            simulation.records,
+            simulation.batches,
+            simulation.marks[:-1],
+            simulation.marks[1:],
+            dropped[1:],
+            strict=True,
         ):
             lengths = np.array([len(m.completion_ids) for group in batch for m in group.members])
             step_s = after.time - before.time
@@ -40,6 +54,8 @@ def write_run(folder: Path, config: Config, costs: Costs, steps: int = 40) -> Si
                 "reward/score_s": costs.score_s,
                 "generator/round_trip_s": costs.round_trip_s,
                 "group/trained": len(batch),
+                "group/zero_variance_share": sum(not group.has_signal for group in batch) / len(batch),
+                **({"ledger/dropped_zero_variance": refilled} if refilled else {}),
                 "completion/length_mean": lengths.mean(),
                 "completion/length_max": int(lengths.max()),
                 **{f"completion/length/p{q}": float(np.quantile(lengths, q / 100)) for q in (10, 50, 90)},
@@ -84,6 +100,19 @@ def test_short_completions_wait_for_rewards_and_messages(tmp_path: Path) -> None
     found = costs_from_run(tmp_path)
     assert found.round_trip_s == pytest.approx(0.04)
     assert Simulation(config, found, 40).run().trained_tokens_per_s == pytest.approx(rate, rel=0.03)
+
+
+@pytest.mark.parametrize("refills", [0, 1, 10])
+def test_the_share_of_equal_rewards_is_seen_whether_they_are_trained_or_dropped(tmp_path: Path, refills: int) -> None:
+    """And so a run without refills says what some would cost."""
+    config = make_config(f"sampling.max_refills={refills}")
+    write_run(tmp_path, config, make_costs(equal_share=0.4), steps=300)
+    found = costs_from_run(tmp_path)
+    assert found.equal_share == pytest.approx(0.4, abs=0.05)
+    refilled = make_config("sampling.max_refills=10")
+    real, predicted = (Simulation(refilled, c, 200).run() for c in (make_costs(equal_share=0.4), found))
+    assert predicted.trained_tokens_per_s == pytest.approx(real.trained_tokens_per_s, rel=0.1)
+    assert predicted.dropped_tokens_per_s == pytest.approx(real.dropped_tokens_per_s, rel=0.2)
 
 
 def test_a_line_is_fitted_where_it_can_be_told() -> None:

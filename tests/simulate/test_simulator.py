@@ -82,6 +82,27 @@ def test_a_greedy_completion_for_each_group_takes_its_share_of_the_generators() 
     assert all(g.baseline is not None and len(g.members) == 2 for batch in simulation.batches for g in batch)
 
 
+@pytest.mark.parametrize(("refills", "trained"), [(0, 1.0), (10, 0.5)])
+def test_groups_of_equal_rewards_are_dropped_and_refilled(refills: int, trained: float) -> None:
+    """Generators are the limit; half of the groups teach nothing, and may all be refilled or none."""
+    simulation, out = run(f"sampling.max_refills={refills}", equal_share=0.5, learner_tokens_per_s=1e9, steps=400)
+    assert out.generated_tokens_per_s == pytest.approx(800.0, rel=0.02)
+    assert out.trained_tokens_per_s == pytest.approx(800.0 * trained, rel=0.1)
+    assert out.dropped_tokens_per_s == pytest.approx(800.0 * (1 - trained), rel=0.1)
+    assert simulation.batches is not None
+    with_signal = [group.has_signal for batch in simulation.batches for group in batch]
+    assert sum(with_signal) / len(with_signal) == pytest.approx(0.5 / trained, abs=0.05)
+    assert simulation.ledger.counts().dropped.get("zero_variance", 0) == pytest.approx(
+        1600 * (1 / trained - 1), rel=0.1
+    )
+
+
+@pytest.mark.parametrize("overrides", [(), ('algorithm.advantage.type="remax"', "sampling.group_size=1")])
+def test_without_a_run_every_group_has_something_to_teach(overrides: tuple[str, ...]) -> None:
+    with_refills, without = (run(f"sampling.max_refills={n}", *overrides)[1] for n in (2, 0))
+    assert with_refills == without and without.dropped_tokens_per_s == 0
+
+
 def test_requests_that_share_an_engine_are_slower() -> None:
     _, out = run(slowdown=0.5, learner_tokens_per_s=1e9, steps=60)
     assert out.trained_tokens_per_s == pytest.approx(8 * 100 / (1 + 7 * 0.5), rel=1e-6)
