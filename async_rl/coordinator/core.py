@@ -25,6 +25,7 @@ from async_rl.buffer import Answer, Ledger, TrajectoryGroup
 from async_rl.checkpoints.work import capture
 from async_rl.config import Config
 from async_rl.coordinator import calls as c
+from async_rl.coordinator.clock import ObservedClock
 from async_rl.coordinator.facade import STOP_S, Facade
 from async_rl.coordinator.publishing import Publishing, Surroundings, Transfer
 from async_rl.coordinator.reach import Reach
@@ -44,6 +45,10 @@ TURN_S = 0.25
 """Longest sleep of a turn; deadlines are seen at this resolution."""
 TICK_S = 0.05
 """Between two looks at all members."""
+MAX_GAP_S = 2 * TURN_S
+"""Longest time between two readings of the clock that counts in full; in a longer one the coordinator stood still."""
+TELL_GAP_S = 2.0
+"""A standstill as long as this is told."""
 MAX_LEASES = 32
 """Leases of one message; fewer where their rows are too long for one."""
 
@@ -76,7 +81,7 @@ class Coordinator(Facade):
         self.leasing = leasing
         self.problem_state = problem_state
         self.notify = notify
-        self.clock = clock
+        self.clock = ObservedClock(clock, MAX_GAP_S)
         self.members = Membership(config.transport.heartbeat_timeout_s)
         self.publications = pub.Publications(
             pub.PublicationSettings(deadline_s=config.weights.deadline_s), self.members.epochs
@@ -97,7 +102,7 @@ class Coordinator(Facade):
                 evict=self._evict,
                 published=self._published,
                 snapshot_url=self._snapshot_url,
-                clock=clock,
+                clock=self.clock,
             ),
         )
         self.http = StatusServer(
@@ -117,7 +122,7 @@ class Coordinator(Facade):
         self._hungry: set[str] = set()
         """Members that may have free slots: whatever frees one is a message of theirs, or a cancelled lease."""
         self._tick_at = -math.inf
-        self._progress_at = self._opened_at = clock()
+        self._progress_at = self._opened_at = self.clock()
         self._progress_mark: Any = None
         self._stop_reason: str | None = None
         self.error: BaseException | None = None
@@ -146,6 +151,8 @@ class Coordinator(Facade):
     def run(self) -> None:
         """Turn after turn until told to stop; what ends it otherwise is kept in `error`."""
         try:
+            self.clock()
+            self.clock.take_longest_gap()  # From making it until here there was nothing to look at.
             while self._stop_reason is None:
                 self._turn()
             for member in self.members.members() if self._dismiss else ():
@@ -254,6 +261,8 @@ class Coordinator(Facade):
 
     def _tick(self, now: float) -> None:
         """What depends on time alone and looks at every member: not once for every message of a busy fleet."""
+        if (gap := self.clock.take_longest_gap()) >= TELL_GAP_S:
+            self.notify(f"the coordinator stood still for {gap:.1f} s; that time counts against no deadline of others")
         for name in self.members.expired(now):
             self._gone(name, f"silent for more than {self.members.heartbeat_timeout_s:g} s")
         self._lose(self.reach.look(self.publications.awaited(), self._probe, now))

@@ -22,6 +22,7 @@ from async_rl import protocol as p
 from async_rl.config import Config
 from async_rl.coordinator import CoordinatorEnded, StallError
 from async_rl.coordinator.calls import GetStatus
+from async_rl.coordinator.core import TELL_GAP_S
 from async_rl.coordinator.handle import CoordinatorProcess
 from async_rl.coordinator.resumed import Resumed
 from async_rl.envs.base import build_environment
@@ -171,6 +172,23 @@ def test_a_stopped_coordinator_is_noticed(config: Callable[..., Config], start: 
         coordinator.ask(GetStatus(), timeout_s=1.0)
     coordinator.stop("it hangs", timeout_s=0.2)
     assert coordinator._process.returncode == -signal.SIGKILL
+
+
+def test_a_coordinator_that_goes_on_after_a_stop_says_how_long_it_stood(
+    config: Callable[..., Config], start: Start
+) -> None:
+    notes: list[str] = []
+    coordinator = start(config(), notes.append)
+    coordinator.start(NoTransfer())
+    coordinator.status()  # It has begun to turn.
+    os.kill(coordinator.pid, signal.SIGSTOP)
+    time.sleep(TELL_GAP_S + 0.5)
+    os.kill(coordinator.pid, signal.SIGCONT)
+    deadline = time.monotonic() + 120
+    while not any("the coordinator stood still for" in note for note in notes):
+        assert time.monotonic() < deadline, notes
+        time.sleep(0.05)
+    coordinator.stop("the test is over")
 
 
 @pytest.mark.parametrize("opened", [False, True])
