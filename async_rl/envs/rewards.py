@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from async_rl.envs.reward_worker import LENGTH, RewardItem, RewardSpec, Value
+from async_rl.envs.reward_worker import LENGTH, RewardItem, RewardSpec, Value, describe
 from async_rl.errors import InputError
 
 START_DEADLINE_S = 120.0
@@ -121,6 +121,9 @@ class RewardPool:
             values = await worker.call([job.body for job in jobs], self.timeout_s)
         except WorkerDied as error:
             values = [Value(error=str(error))] * len(jobs)
+        except Exception as error:  # the task's boundary: were it to end here, later jobs would wait for ever
+            await worker.kill()
+            values = [Value(error=describe(error))] * len(jobs)
         seconds = time.monotonic() - begun
         if len(jobs) > 1 and all(value.error is not None for value in values):
             await self._put([replace(job, alone=True) for job in jobs])
@@ -149,13 +152,16 @@ class _Worker:
     async def start(self) -> None:
         """Start a new process and wait until it has imported the function; raises WorkerDied."""
         # A session of its own: killing it takes along what the reward started, and Ctrl-C does not reach it.
-        self.process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "async_rl.envs.reward_worker"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,
-            env={"OMP_NUM_THREADS": "1", **os.environ},
-        )
+        try:
+            self.process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", "async_rl.envs.reward_worker"),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                start_new_session=True,
+                env={"OMP_NUM_THREADS": "1", **os.environ},
+            )
+        except OSError as error:
+            raise WorkerDied(f"cannot start a worker process: {error}") from None
         ready = msgspec.msgpack.decode(await self._exchange(self.spec, START_DEADLINE_S, "import"), type=Value)
         if ready.error is not None:
             await self.kill()
@@ -163,16 +169,27 @@ class _Worker:
 
     async def call(self, items: list[msgspec.Raw], timeout_s: float) -> list[Value]:
         """Score the items in one message; raises WorkerDied when it ends or takes longer than the timeout."""
-        return msgspec.msgpack.decode(await self._exchange(items, timeout_s, "return"), type=list[Value])
+        values = msgspec.msgpack.decode(await self._exchange(items, timeout_s, "return"), type=list[Value])
+        assert len(values) == len(items), f"the worker returned {len(values)} values for {len(items)} completions"
+        return values
 
-    async def kill(self) -> None:
-        """Kill the process and everything in its session."""
-        if self.process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        async with asyncio.timeout(EXIT_DEADLINE_S):
-            await self.process.wait()
+    async def kill(self) -> str:
+        """Kill the process and everything in its session, and return how it ended.
+
+        One that does not end (it is in uninterruptible sleep, say) is left behind: the next start makes another.
+        """
+        if (process := self.process) is None:
+            return "it was killed before"
+        try:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            async with asyncio.timeout(EXIT_DEADLINE_S):
+                await process.wait()
+        except OSError as error:
+            self.process = None
+            why = str(error) or f"it was killed {EXIT_DEADLINE_S:g} s ago"
+            return f"process {process.pid} has not ended ({why}) and is left behind"
+        return _ending(process.returncode)
 
     async def _exchange(self, message: object, deadline_s: float, verb: str) -> bytes:
         assert self.process is not None and self.process.stdin is not None and self.process.stdout is not None
@@ -184,11 +201,11 @@ class _Worker:
                 (size,) = LENGTH.unpack(await self.process.stdout.readexactly(LENGTH.size))
                 return await self.process.stdout.readexactly(size)
         except TimeoutError:
-            await self.kill()
-            raise WorkerDied(f"did not {verb} within {deadline_s:g} s and was killed") from None
-        except (asyncio.IncompleteReadError, ConnectionError):
-            await self.kill()
-            raise WorkerDied(f"the worker process died ({_ending(self.process.returncode)})") from None
+            ending = await self.kill()
+            left = "" if self.process else f"; {ending}"
+            raise WorkerDied(f"did not {verb} within {deadline_s:g} s and was killed{left}") from None
+        except (asyncio.IncompleteReadError, OSError):
+            raise WorkerDied(f"the worker process died ({await self.kill()})") from None
         except asyncio.CancelledError:
             await self.kill()
             raise

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import errno
 import math
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -99,6 +101,52 @@ async def test_only_the_guilty_fails_and_its_worker_is_replaced(deed, cause):
         assert cause in results[1].error and cause in results[3].error
         assert "'p3'" in results[3].error
         assert rewards.restarts == 2
+
+
+async def test_a_replacement_that_cannot_be_started_fails_one_completion_and_the_next_tries_again(monkeypatch):
+    async with pool("by_answer") as rewards, asyncio.timeout(120):
+        assert "exit status 7" in (await rewards.score(item(answer="exit"))).error
+
+        async def no_fork(*command, **options):
+            monkeypatch.undo()
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", no_fork)
+        failed = await rewards.score(item(answer=1))
+        assert failed.value is None
+        assert "cannot start a worker process: [Errno 11] Resource temporarily unavailable" in failed.error
+        assert (await rewards.score(item(answer=2))).value == 2
+
+
+async def test_a_worker_that_outlives_its_kill_is_left_behind_and_replaced(monkeypatch):
+    """As one in uninterruptible sleep does: the signal stays pending."""
+    async with pool("by_answer", timeout_s=0.5) as rewards, asyncio.timeout(120):
+        stuck = rewards._workers[0].process
+        monkeypatch.setattr("async_rl.envs.rewards.EXIT_DEADLINE_S", 0.1)
+        monkeypatch.setattr(os, "killpg", lambda pid, number: None)
+        hung = await rewards.score(item(answer="sleep"))
+        monkeypatch.undo()
+        try:
+            assert "did not return within 0.5 s and was killed" in hung.error
+            assert f"process {stuck.pid} has not ended" in hung.error
+            assert rewards._workers[0].process is None
+            rewards.timeout_s = 60.0
+            assert (await rewards.score(item(answer=2))).value == 2
+        finally:
+            os.killpg(stuck.pid, signal.SIGKILL)
+            await stuck.wait()
+
+
+async def test_a_fault_of_the_pool_fails_its_completion_and_no_later_one(monkeypatch):
+    async with pool("by_answer") as rewards, asyncio.timeout(120):
+
+        async def broken(items, timeout_s):
+            monkeypatch.undo()
+            raise RuntimeError("a fault")
+
+        monkeypatch.setattr(rewards._workers[0], "call", broken)
+        assert "RuntimeError: a fault" in (await rewards.score(item(answer=1))).error
+        assert (await rewards.score(item(answer=2))).value == 2
 
 
 async def test_workers_run_at_the_same_time(tmp_path):
