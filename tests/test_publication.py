@@ -22,6 +22,7 @@ from async_rl.publication import (
     SendRelabel,
     SendSnapshot,
     SendWeights,
+    WriteSnapshot,
 )
 
 SETTINGS = PublicationSettings(deadline_s=10.0, grace_s=1.0, max_retries=1)
@@ -238,7 +239,8 @@ def test_joiners_load_the_snapshot_after_the_round_in_flight() -> None:
     publications = Publications(SETTINGS, Epochs())
     assert publications.joiner("early", 1, 0.0) == [], "nothing is published yet"
     done, snapshot = publications.start(0, "sum 0", [], 1.0)
-    assert isinstance(done, Done) and snapshot == SendSnapshot("early", 0, 10.0)
+    assert isinstance(done, Done) and snapshot == WriteSnapshot("early", 0)
+    assert publications.snapshot_written("early", 0, None, 1.5) == [SendSnapshot("early", 0, 10.0)]
     assert publications.loaded("early", 0, "sum 0", None, 2.0) == []
     publications.start(1, "sum 1", [member("early")], 3.0)
     assert publications.joiner("late", 1, 3.0) == []
@@ -248,16 +250,19 @@ def test_joiners_load_the_snapshot_after_the_round_in_flight() -> None:
     publications.received("early", 1, "sum 1", None, 3.0)
     publications.sender_sent(1, None, 3.0)
     actions = publications.loaded("early", 1, "sum 1", None, 4.0)
-    assert actions[1:] == [SendSnapshot("late", 1, 10.0), SendRelabel(1, ("label",))]
+    assert actions[1:] == [WriteSnapshot("late", 1), SendRelabel(1, ("label",))]
     assert publications.published == 1 and publications.round is None
 
 
 def test_a_snapshot_that_is_old_when_loaded_is_followed_by_the_next() -> None:
     publications = Publications(SETTINGS, Epochs())
     publications.start(0, "sum 0", [], 0.0)
-    assert publications.joiner("slow", 1, 0.0) == [SendSnapshot("slow", 0, 10.0)]
+    assert publications.joiner("slow", 1, 0.0) == [WriteSnapshot("slow", 0)]
     publications.start(1, "sum 1", [], 1.0)
-    assert publications.loaded("slow", 0, "sum 0", None, 2.0) == [SendSnapshot("slow", 1, 10.0)]
+    assert publications.snapshot_written("slow", 0, None, 1.5) == [SendSnapshot("slow", 0, 10.0)]
+    assert publications.loaded("slow", 0, "sum 0", None, 2.0) == [WriteSnapshot("slow", 1)]
+    assert publications.snapshot_written("slow", 0, None, 2.0) == [], "of the version before"
+    assert publications.snapshot_written("slow", 1, None, 2.5) == [SendSnapshot("slow", 1, 10.0)]
     assert publications.loaded("slow", 1, "sum 1", None, 3.0) == []
 
 
@@ -265,17 +270,69 @@ def test_snapshot_errors_are_retried_then_evicted_and_silence_too() -> None:
     publications = Publications(SETTINGS, Epochs())
     publications.start(0, "sum 0", [], 0.0)
     publications.joiner("a", 1, 0.0)
-    assert publications.loaded("a", 0, None, "no such file", 1.0) == [SendSnapshot("a", 0, 10.0)]
+    publications.snapshot_written("a", 0, None, 0.5)
+    assert publications.loaded("a", 0, None, "no such file", 1.0) == [WriteSnapshot("a", 0)]
+    publications.snapshot_written("a", 0, None, 1.5)
     assert publications.loaded("a", 0, None, "no such file", 2.0) == [
         Evict("a", "could not load a snapshot 2 times, last: no such file")
     ]
-    publications.joiner("b", 1, 5.0)
+    publications.joiner("b", 1, 4.0)
+    publications.snapshot_written("b", 0, None, 5.0)
     assert publications.tick(15.9) == []
     assert publications.tick(16.0) == [Evict("b", "did not load the snapshot of version 0 within 11 s")]
     publications.joiner("c", 1, 20.0)
     (evict,) = publications.loaded("c", 0, "other", None, 21.0)
     assert isinstance(evict, Evict) and evict.alarm
     assert publications.events["evicted"] == 3 and publications.events["alarms"] == 1
+
+
+def test_a_joiner_has_its_time_from_when_the_file_is_there() -> None:
+    publications = Publications(SETTINGS, Epochs())
+    publications.start(0, "sum 0", [], 0.0)
+    publications.joiner("a", 1, 0.0)
+    assert publications.tick(40.9) == [], "the learner writes: the joiner has been told nothing"
+    assert publications.describe(40.9) == "no publication is under way; waiting for the file of a snapshot: a"
+    assert publications.awaited() == {"a"}
+    assert publications.snapshot_written("a", 0, None, 40.9) == [SendSnapshot("a", 0, 10.0)]
+    assert publications.describe(40.9) == "no publication is under way; loading a snapshot: a"
+    assert publications.snapshot_written("a", 0, None, 45.0) == [], "it was told, and its time goes on"
+    assert publications.tick(51.8) == []
+    assert publications.tick(51.9) == [Evict("a", "did not load the snapshot of version 0 within 11 s")]
+    assert publications.snapshot_written("a", 0, None, 52.0) == [], "it is out"
+
+
+def test_a_member_of_a_round_is_not_told_of_an_older_file_any_more() -> None:
+    publications = Publications(SETTINGS, Epochs())
+    publications.start(0, "sum 0", [], 0.0)
+    publications.joiner("slow", 1, 0.0)
+    publications.snapshot_written("slow", 0, None, 1.0)
+    publications.start(1, "sum 1", [], 2.0)
+    assert publications.loaded("slow", 0, "sum 0", None, 3.0) == [WriteSnapshot("slow", 1)]
+    publications.start(2, "sum 2", [member("slow")], 4.0)
+    assert publications.snapshot_written("slow", 1, None, 5.0) == []
+    assert "slow" in publications.awaited(), "it gets version 2 in the round"
+
+
+def test_the_file_of_a_snapshot_has_a_deadline_of_its_own() -> None:
+    publications = Publications(SETTINGS, Epochs())
+    publications.start(0, "sum 0", [], 0.0)
+    publications.joiner("a", 1, 0.0)
+    why = "the learner did not write the snapshot of version 0 within 41 s; see weights.deadline_s"
+    assert publications.tick(41.0) == [Evict("a", why)]
+    publications.joiner("a", 1, 42.0)
+    assert publications.snapshot_written("a", 0, None, 43.0) == [SendSnapshot("a", 0, 10.0)], "of its first request"
+    assert publications.snapshot_written("a", 0, None, 44.0) == [], "of its second"
+    assert SETTINGS.longest_round_s(5) + 41.0 == publications.longest_wait_s(5)
+
+
+def test_a_file_that_cannot_be_written_is_tried_again_then_the_joiner_is_out() -> None:
+    publications = Publications(SETTINGS, Epochs())
+    publications.start(0, "sum 0", [], 0.0)
+    publications.joiner("a", 1, 0.0)
+    assert publications.snapshot_written("a", 0, "disk full", 1.0) == [WriteSnapshot("a", 0)]
+    why = "could not load a snapshot 2 times, last: the learner could not write it: disk full"
+    assert publications.snapshot_written("a", 0, "disk full", 2.0) == [Evict("a", why)]
+    assert publications.awaited() == set()
 
 
 def test_one_round_at_a_time_and_versions_rise() -> None:
@@ -304,6 +361,10 @@ class Fleet:
     loaded: dict[str, int] = field(default_factory=dict)
     reports: list[Report] = field(default_factory=list)
     evicted: set[str] = field(default_factory=set)
+    written: set[tuple[str, int]] = field(default_factory=set)
+    """Files of snapshots: who waited, version."""
+    told: dict[str, float] = field(default_factory=dict)
+    """When a joiner was told to load one."""
     active: dict[str, int] = field(default_factory=dict)
     """Members that have loaded something, in order -> receivers."""
 
@@ -326,7 +387,11 @@ class Fleet:
                     for name in names:
                         self.member_answers("received", name, epoch)
                     self.sender_answers("sender_sent", epoch)
+                case WriteSnapshot(name=name, version=version):
+                    self.write(name, version)
                 case SendSnapshot(name=name, version=version):
+                    assert (name, version) in self.written, "told of a file that is not there"
+                    self.told[name] = self.now
                     self.load(name, version)
                 case SendRelabel(names=names, version=version):
                     for name in names:
@@ -334,12 +399,26 @@ class Fleet:
                 case Abandon(epoch=epoch):
                     self.answer("sender_joined", epoch, "abandoned")
                     self.answer("sender_sent", epoch, "abandoned")
-                case Evict(name=name):
+                case Evict(name=name, reason=reason):
                     assert name not in self.evicted, "evicted twice"
+                    if "did not load the snapshot" in reason:
+                        assert self.now - self.told[name] >= 11.0, "it had less than its time"
                     self.evicted.add(name)
                     self.active.pop(name, None)
                 case Done(report=report):
                     self.reports.append(report)
+
+    def write(self, name: str, version: int) -> None:
+        """Slower than a load may be, when the disk is; twice, when it was asked for twice."""
+        match self.outcome():
+            case "right" | "wrong":
+                self.inbox.append((self.now + self.rng.random() * 30, "snapshot_written", (name, version, None)))
+            case "late":
+                self.inbox.append((self.now + 60.0, "snapshot_written", (name, version, None)))
+            case "error":
+                self.answer("snapshot_written", name, version, "disk full")
+            case "gone":
+                self.answer("member_gone", name, "died")
 
     def sender_answers(self, method: str, epoch: int) -> None:
         match self.outcome():
@@ -388,6 +467,8 @@ class Fleet:
             if method == "member_gone":
                 self.publications._epochs.lost(args[0])
                 self.active.pop(args[0], None)
+            if method == "snapshot_written" and args[2] is None:
+                self.written.add(args[:2])
             if method == "loaded" and args[2] == SUM and args[3] is None and args[0] not in self.evicted:
                 self.active.setdefault(args[0], 1)
             self.act(getattr(self.publications, method)(*args, self.now))

@@ -466,7 +466,7 @@ class WeightsConfig(Section, frozen=True):
     backend: Annotated[Literal["auto", "gloo", "nccl"], _text("auto: nccl when learner and engine are on GPUs, else gloo.")] = "auto"
     wire_dtype: Annotated[Literal["float32", "bfloat16"] | None, _text("Type on the wire; default: model.dtype.")] = None
     bucket_bytes: Annotated[int, _text("Parameters are sent in buckets of about this size.", ge=1 << 16)] = 64 << 20
-    deadline_s: Annotated[float, _text("A member that has not joined, received or loaded by then is evicted and the publication repeated.", gt=0)] = 120.0
+    deadline_s: Annotated[float, _text("A member that has not joined, received or loaded by then is evicted and the publication repeated. The file for one that comes later has four times as long to be written.", gt=0)] = 120.0
     port: Annotated[int, _text("Port of the rendezvous store; 0: any free one.", ge=0, le=65535)] = 0
 
 

@@ -195,7 +195,7 @@ class Coordinator(Facade):
                 self._request = answer
                 return
             case c.AwaitPublication():
-                limit = now + self.publications.longest_round_s(len(self.members))
+                limit = now + self.publications.longest_wait_s(len(self.members))
                 self._idle_waits.append((limit, answer))
                 return
             case c.WithdrawBatch() if self._request is not None:
@@ -299,7 +299,7 @@ class Coordinator(Facade):
             if self.publishing.idle:
                 answer.set_result(None)
             elif now > deadline:
-                what = self.publications.describe(now)
+                what = self.publishing.describe(now)
                 answer.set_exception(TimeoutError(f"a publication does not end: {what}; see weights.deadline_s"))
             else:
                 self._idle_waits.append((deadline, answer))

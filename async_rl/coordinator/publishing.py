@@ -75,7 +75,8 @@ class Publishing:
     def __init__(self, publications: pub.Publications, transfer: Transfer, around: Surroundings) -> None:
         self.publications = publications
         self.transfer = transfer
-        self._snapshots: dict[int, Path] = {}
+        self._snapshot: tuple[p.Manifest, Path] | None = None
+        """The file written last, and what is in it."""
         self._around = around
         self._manifest: p.Manifest | None = None
         self._snapshot_jobs = 0
@@ -94,7 +95,13 @@ class Publishing:
 
     def snapshot(self, version: int) -> Path | None:
         """The file of a version, if there is one; safe from every thread."""
-        return self._snapshots.get(version)
+        written = self._snapshot
+        return written[1] if written is not None and written[0].version == version else None
+
+    def describe(self, now: float) -> str:
+        """One sentence: what is waited for, also of the learner."""
+        text = self.publications.describe(now)
+        return f"{text}; the learner still writes {self._snapshot_jobs} snapshots" if self._snapshot_jobs else text
 
     def start(self, manifest: p.Manifest, members: Sequence[Member]) -> None:
         """Publish what is in the send buffers to the active members."""
@@ -119,6 +126,8 @@ class Publishing:
                 case pub.SendRelabel():
                     relabel = p.RelabelVersion(version=action.version)
                     self._around.lose([name for name in action.names if not self._around.send_to(name, relabel)])
+                case pub.WriteSnapshot():
+                    self._write_snapshot(action)
                 case pub.SendSnapshot():
                     self._send_snapshot(action)
                 case pub.Abandon():
@@ -167,7 +176,7 @@ class Publishing:
 
         job.add_done_callback(done)
 
-    def _send_snapshot(self, action: pub.SendSnapshot) -> None:
+    def _write_snapshot(self, action: pub.WriteSnapshot) -> None:
         manifest = self._manifest
         assert manifest is not None and manifest.version == action.version, "snapshots are of the last publication"
         self._snapshot_jobs += 1
@@ -175,19 +184,24 @@ class Publishing:
         def written(future: Future[Path]) -> None:
             if future.cancelled():
                 return
-            self._around.call(lambda: self._snapshot_written(action, manifest, future))
+            self._around.call(lambda: self._snapshot_written(action.name, manifest, future))
 
         self.transfer.snapshot(manifest).add_done_callback(written)
 
-    def _snapshot_written(self, action: pub.SendSnapshot, manifest: p.Manifest, future: Future[Path]) -> None:
+    def _snapshot_written(self, name: str, manifest: p.Manifest, future: Future[Path]) -> None:
         self._snapshot_jobs -= 1
-        now = self._around.clock()
-        if (error := future.exception()) is not None:
+        error = future.exception()
+        if error is None:
+            self._snapshot = manifest, future.result()
+        else:
             log.error("the snapshot of version %d could not be written: %s", manifest.version, error)
-            self.act(self.publications.loaded(action.name, manifest.version, None, str(error), now))
-            return
-        path = future.result()
-        self._snapshots = {manifest.version: path}
+        text, now = None if error is None else str(error), self._around.clock()
+        self.act(self.publications.snapshot_written(name, manifest.version, text, now))
+
+    def _send_snapshot(self, action: pub.SendSnapshot) -> None:
+        assert self._snapshot is not None, "a file is written before it is loaded"
+        manifest, path = self._snapshot
+        assert manifest.version == action.version, "the file written last is the one that is told"
         url = self._around.snapshot_url(manifest.version)
         load = p.LoadSnapshot(manifest=manifest, path=str(path.resolve()), url=url, deadline_s=action.deadline_s)
         if not self._around.send_to(action.name, load):

@@ -11,6 +11,7 @@ from async_rl.publication.actions import (
     SendRelabel,
     SendSnapshot,
     SendWeights,
+    WriteSnapshot,
 )
 from async_rl.publication.round import Publication
 from async_rl.publication.sequence import Publications
@@ -28,4 +29,5 @@ __all__ = [
     "SendRelabel",
     "SendSnapshot",
     "SendWeights",
+    "WriteSnapshot",
 ]

@@ -17,11 +17,18 @@ class PublicationSettings:
     """Seconds more that are waited for an answer, since a member's own deadline starts and reports later."""
     max_retries: int = 2
     """Failed tries of a member that is alive before it is evicted."""
+    write_deadlines: float = 4.0
+    """Deadlines within which the file of a snapshot is written: a disk may be slower than a network."""
 
     @property
     def patience_s(self) -> float:
         """Seconds until silence counts as failure."""
         return self.deadline_s + self.grace_s
+
+    @property
+    def write_patience_s(self) -> float:
+        """Seconds until a file that is not written counts as failure."""
+        return self.write_deadlines * self.deadline_s + self.grace_s
 
     def longest_round_s(self, num_members: int) -> float:
         """Seconds within which a round ends whatever happens; `Publication` says why."""
@@ -55,8 +62,16 @@ class SendRelabel:
 
 
 @dataclass(frozen=True)
+class WriteSnapshot:
+    """Have the learner write the last published version to a file, for a member; `snapshot_written` is the answer."""
+
+    name: str
+    version: int
+
+
+@dataclass(frozen=True)
 class SendSnapshot:
-    """Have a member load the last published version from a file (LoadSnapshot)."""
+    """Have a member load the file that was just written (LoadSnapshot)."""
 
     name: str
     version: int
@@ -109,4 +124,4 @@ class Done:
     report: Report
 
 
-Action = JoinGroup | SendWeights | SendRelabel | SendSnapshot | Abandon | Evict | Done
+Action = JoinGroup | SendWeights | SendRelabel | WriteSnapshot | SendSnapshot | Abandon | Evict | Done

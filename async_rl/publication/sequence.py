@@ -7,7 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from async_rl.membership import Epochs, Member
-from async_rl.publication.actions import Action, Done, Evict, PublicationSettings, Report, SendRelabel, SendSnapshot
+from async_rl.publication.actions import (
+    Action,
+    Done,
+    Evict,
+    PublicationSettings,
+    Report,
+    SendRelabel,
+    SendSnapshot,
+    WriteSnapshot,
+)
 from async_rl.publication.round import Publication
 
 
@@ -22,12 +31,14 @@ class _Joiner:
 
 @dataclass(frozen=True)
 class _SnapshotLoad:
-    """A joiner that was told to load it."""
+    """A joiner that was told to load it, or will be when the file is there."""
 
     joiner: _Joiner
     version: int
     checksum: str
     deadline: float
+    """Of the learner until the file is written, of the joiner from then on."""
+    told: bool
 
 
 class Publications:
@@ -51,6 +62,8 @@ class Publications:
         assert self.published is None or version > self.published, f"version {version} after {self.published}"
         for member in members:
             self._waiting.pop(member.name, None)
+            if (load := self._loads.get(member.name)) is not None and not load.told:
+                del self._loads[member.name]  # Told after the round, it would go back to the version before.
         self.round = Publication(self._settings, self._epochs, version, checksum, now)
         return self._handle(self.round.start(members, now), now)
 
@@ -73,6 +86,17 @@ class Publications:
     def sender_sent(self, epoch: int, error: str | None, now: float) -> list[Action]:
         """See `Publication.sender_sent`."""
         return self._handle(self.round.sender_sent(epoch, error, now) if self.round else [], now)
+
+    def snapshot_written(self, name: str, version: int, error: str | None, now: float) -> list[Action]:
+        """The file that a joiner waits for is there, or could not be written; its time to load begins now."""
+        load = self._loads.get(name)
+        if load is None or load.version != version or load.told:
+            return []
+        if error is not None:
+            del self._loads[name]
+            return self._handle(self._failed(load.joiner, f"the learner could not write it: {error}", now), now)
+        self._loads[name] = replace(load, told=True, deadline=now + self._settings.patience_s)
+        return [SendSnapshot(name, version, self._settings.deadline_s)]
 
     def loaded(self, name: str, version: int, checksum: str | None, error: str | None, now: float) -> list[Action]:
         """A member loaded a version, by broadcast, snapshot or label, or could not."""
@@ -100,9 +124,7 @@ class Publications:
         """Time passes."""
         actions = self._handle(self.round.tick(now) if self.round else [], now)
         for name in [name for name, load in self._loads.items() if now >= load.deadline]:
-            version, patience = self._loads.pop(name).version, self._settings.patience_s
-            evict = Evict(name, f"did not load the snapshot of version {version} within {patience:g} s")
-            actions += self._handle([evict], now)
+            actions += self._handle([Evict(name, self._overdue(self._loads.pop(name)))], now)
         return actions
 
     def awaited(self) -> set[str]:
@@ -112,11 +134,14 @@ class Publications:
     def describe(self, now: float) -> str:
         """One sentence: what is waited for."""
         text = self.round.describe(now) if self.round else "no publication is under way"
-        return f"{text}; loading a snapshot: {', '.join(sorted(self._loads))}" if self._loads else text
+        for told, what in ((False, "waiting for the file of a snapshot"), (True, "loading a snapshot")):
+            if names := sorted(name for name, load in self._loads.items() if load.told is told):
+                text += f"; {what}: {', '.join(names)}"
+        return text
 
-    def longest_round_s(self, num_members: int) -> float:
-        """Seconds within which a round with so many members ends."""
-        return self._settings.longest_round_s(num_members)
+    def longest_wait_s(self, num_members: int) -> float:
+        """Seconds within which a round with so many members ends, and the file for those who joined is written."""
+        return self._settings.longest_round_s(num_members) + self._settings.write_patience_s
 
     # --- parts ----------------------------------------------------------------------------------
 
@@ -124,11 +149,18 @@ class Publications:
         if self.round is not None or self.published is None:
             self._waiting[joiner.name] = joiner
             return []
-        deadline = now + self._settings.patience_s
-        self._loads[joiner.name] = _SnapshotLoad(joiner, self.published, self._checksum, deadline)
-        if joiner.receivers:
-            return [SendSnapshot(joiner.name, self.published, self._settings.deadline_s)]
-        return [SendRelabel(self.published, (joiner.name,))]
+        settings, is_label = self._settings, not joiner.receivers
+        deadline = now + (settings.patience_s if is_label else settings.write_patience_s)
+        self._loads[joiner.name] = _SnapshotLoad(joiner, self.published, self._checksum, deadline, told=is_label)
+        if is_label:
+            return [SendRelabel(self.published, (joiner.name,))]
+        return [WriteSnapshot(joiner.name, self.published)]
+
+    def _overdue(self, load: _SnapshotLoad) -> str:
+        settings, what = self._settings, f"the snapshot of version {load.version}"
+        if load.told:
+            return f"did not load {what} within {settings.patience_s:g} s"
+        return f"the learner did not write {what} within {settings.write_patience_s:g} s; see weights.deadline_s"
 
     def _failed(self, joiner: _Joiner, error: str, now: float) -> list[Action]:
         """A live member could not load its snapshot: again with the newest, or out."""
