@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from async_rl.buffer import Ledger, LedgerSettings, MemberLease, TrajectoryGroup
-from async_rl.protocol import LeaseKey, Problem, Trajectory, TrajectoryStatus, VersionSpan, encode_value
+from async_rl.buffer.state import LedgerState
+from async_rl.protocol import LeaseKey, Problem, Trajectory, TrajectoryStatus, VersionSpan, decode_value, encode_value
 from async_rl.staleness import trajectory_staleness
 from tests.reference.window import literal_batch
 
@@ -268,7 +269,12 @@ class World:
         self.ledger = Twins(before, restored)
 
     def crash(self) -> None:
-        """The learner dies and resumes from its last checkpoint; generators still hold work of the lost future."""
+        """The learner dies and resumes from its last checkpoint; generators still hold work of the lost future.
+
+        Sometimes with a longer dataset, in which one that was at its end goes on.
+        """
+        if self.num_problems is not None and self.rng.random() < 0.3:
+            self.num_problems += self.rng.randint(1, 4)
         self._resume(self.saved)
 
     # --- the end --------------------------------------------------------------------------------
@@ -412,10 +418,11 @@ class World:
 
     def _resume(self, saved: tuple[bytes, list[int], dict[int, int], int, int]) -> None:
         data, trained, positions, dropped_in_batch, self.refills = saved
-        self.ledger = self._new_ledger()
-        self.ledger.restore(data)
         self.trained, self.position_at_issue = list(trained), dict(positions)
         self.dropped_in_batch = dropped_in_batch
+        self.asking = decode_value(data, LedgerState).steps
+        self.ledger = self._new_ledger()
+        self.ledger.restore(data)
         self.batch, self.published = None, self.ledger.steps
         self.saved = saved
         self.answered.clear()

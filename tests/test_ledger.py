@@ -103,6 +103,40 @@ def test_case_tail() -> None:
     assert ledger.counts().dropped == {"tail": 1}
 
 
+def test_a_restored_ledger_at_the_end_of_the_data_asks_once_more() -> None:
+    """It may have been given more epochs: nothing is lost of them, and nothing is awaited where there are none."""
+    before = make_ledger(num_problems=4)
+    run(before, 2)
+    assert before.lease("a", 2, 100, 0.0) == [] and before.finished
+
+    ended = make_ledger(num_problems=4)
+    ended.restore(before.state())
+    assert ended.finished and not ended.has_work("a", 2) and ended.counts() == before.counts()
+
+    trained: list[str] = []
+    longer = make_ledger(num_problems=8)
+    longer.restore(before.state())
+    longer.check()
+    assert not longer.finished and longer.has_work("a", 2)
+    again = make_ledger(num_problems=8)
+    again.restore(longer.state())
+    for ledger in (longer, again):
+        trained.clear()
+        run(ledger, 2, lambda step, group: trained.append(group.problem.id))
+        assert trained == ["4", "5", "6", "7"]
+        assert ledger.lease("a", 4, 100, 0.0) == [] and ledger.finished
+        ledger.check()
+
+
+def test_asking_the_data_once_more_issues_nothing_beyond_the_last_step() -> None:
+    before = make_ledger(num_problems=4)
+    run(before, 2)
+    assert before.lease("a", 2, 100, 0.0) == []
+    full = make_ledger(num_problems=8, total_steps=2)
+    full.restore(before.state())
+    assert full.finished and full.issued == 4
+
+
 @pytest.mark.parametrize("overdue", ["mask", "wait", "keep"])
 def test_case_slow_prompts(overdue: str) -> None:
     """Durations of 1 step (90 %) and 10 steps (10 %): whatever is done about age, slow prompts keep their share."""

@@ -389,14 +389,15 @@ class Ledger:
     def restore(self, data: bytes) -> None:
         """Continue from `state`, in a new ledger whose `draw` continues after `issued` problems.
 
-        Leases stay with their owners: reconcile those that come back, release those that do not. Raises InputError
-        when the settings differ in what the bound depends on.
+        Leases stay with their owners: reconcile those that come back, release those that do not. A dataset that was at
+        its end is asked again, as it may have been given more epochs. Raises InputError when the settings differ in
+        what the bound depends on.
         """
         assert self._issued == 0, "restore into a ledger that has issued tickets"
         state: LedgerState = decode_value(data, LedgerState)
         check_same_settings(state.settings, self.settings)
         self._issued, self._trained, self._steps = state.issued, state.trained, state.steps
-        self._exhausted, self._refills = state.exhausted, state.refills
+        self._refills = state.refills
         self._dropped, self._leases.events = Counter(state.dropped), Counter(state.events)
         self._tickets = state.tickets
         for place in state.members:
@@ -406,3 +407,6 @@ class Ledger:
                 self._waiting.add((place.ticket, place.member), self._tickets[place.ticket].required)
         self._buffer = ReplayBuffer(self.settings.window, min(self._tickets, default=self._issued))
         self._buffer.add(state.buffered)
+        # A problem drawn just to find out would be missing from the next state: it becomes a ticket at once.
+        if state.exhausted and self.admits(self._steps):
+            self._issue(0.0)

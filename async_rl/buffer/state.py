@@ -73,6 +73,4 @@ def without_live_tickets(state: LedgerState, settings: LedgerSettings, reason: s
     """The same account under other settings: every ticket under way is dropped and counted under `reason`."""
     live = len(state.tickets) + len(state.buffered)
     dropped = {**state.dropped, reason: state.dropped.get(reason, 0) + live}
-    return msgspec.structs.replace(
-        state, settings=settings, exhausted=False, dropped=dropped, tickets={}, members=[], buffered=[]
-    )
+    return msgspec.structs.replace(state, settings=settings, dropped=dropped, tickets={}, members=[], buffered=[])
