@@ -269,12 +269,7 @@ class World:
         self.ledger = Twins(before, restored)
 
     def crash(self) -> None:
-        """The learner dies and resumes from its last checkpoint; generators still hold work of the lost future.
-
-        Sometimes with a longer dataset, in which one that was at its end goes on.
-        """
-        if self.num_problems is not None and self.rng.random() < 0.3:
-            self.num_problems += self.rng.randint(1, 4)
+        """The learner dies and resumes from its last checkpoint; generators still hold work of the lost future."""
         self._resume(self.saved)
 
     # --- the end --------------------------------------------------------------------------------
@@ -302,6 +297,14 @@ class World:
         assert (counts.leased, counts.buffered, counts.in_batch) == (0, 0, 0)
         if self.settings.total_steps is None:
             assert counts.issued == self.num_problems
+
+    def resume_with_more_problems(self) -> None:
+        """The run is at its end and resumed with more epochs; without a step that is left it stays there."""
+        if self.num_problems is not None:
+            self.num_problems += self.rng.randint(0, 9)
+        has_more = self.num_problems is None or self.ledger.issued < self.num_problems
+        self._resume(self._remember())
+        assert self.ledger.finished == (self.ledger.steps == self.settings.total_steps or not has_more)
 
     def check(self) -> None:
         """After every operation."""

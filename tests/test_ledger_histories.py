@@ -29,6 +29,10 @@ def test_random_histories_keep_every_law_and_come_to_an_end(block: int) -> None:
             history.append("run_to_the_end")
             world.run_to_the_end()
             world.check()
+            history.append("resume_with_more_problems")
+            world.resume_with_more_problems()
+            world.run_to_the_end()
+            world.check()
         except Exception as error:
             error.add_note(f"seed {seed}, {world.settings}, {world.num_problems} problems: {' '.join(history)}")
             raise
