@@ -390,6 +390,7 @@ class Coordinator(Facade):
         member = answer.member
         if answer.replaced is not None:
             self._release(answer.replaced, f"replaced by process {hello.pid} on {hello.host}")
+        self.reports.meter.joined(member.name, member.incarnation, is_new=hello.run_id is None)
         self._absent.discard(member.name)
         self._hungry.add(member.name)
         t = self.config.transport

@@ -12,7 +12,7 @@ from async_rl.config import ConfigError
 from async_rl.coordinator import StallError
 from async_rl.engines.base import Sample, SampleRequest
 from async_rl.engines.simulated import SimulatedEngine
-from async_rl.protocol import PROTOCOL_VERSION, Hello, LeaseKey, Refused
+from async_rl.protocol import PROTOCOL_VERSION, Alive, GeneratorStats, Goodbye, Heartbeat, Hello, LeaseKey, Refused
 from async_rl.transport import Client
 from tests.loop.rig import Learner, Scorer, fleet, make_config, problem
 
@@ -217,10 +217,13 @@ async def test_a_restarted_learner_gets_its_generators_back(tmp_path: Path) -> N
         first.coordinator._stop_reason = ""  # As a crash would: the socket closes, nobody is told.
         first.coordinator.members._members.clear()
         await asyncio.to_thread(first.coordinator._thread.join, 10)
+        before = sum(worker.generator.counts["finished"] for worker in workers)
         second = Learner(make_config(tmp_path, transport={"port": port}), run_id="run-2")
         second.start()
         await second.done()
         assert {worker.generator.run_id for worker in workers} == {"run-2"}
+        after = sum(worker.generator.counts["finished"] for worker in workers)
+    assert second.coordinator.reports.meter.totals["finished"] <= after - before, "work for the first learner counts"
     check_account(second)
     assert len(second.batches) == 12
 
@@ -241,3 +244,34 @@ async def test_results_of_a_cut_off_generator_are_taken_once(tmp_path: Path) -> 
 
 def test_simulated_generators_need_no_torch() -> None:
     assert SimulatedEngine.receivers == 0
+
+
+async def test_totals_of_a_process_are_counted_once_however_often_it_says_hello(tmp_path: Path) -> None:
+    """Counted from its start when it is new, from its first totals when it has worked for another learner."""
+    learner = Learner(make_config(tmp_path, run={"stall_timeout_s": 600.0}))
+    address, totals = learner.start(), learner.coordinator.reports.meter.totals
+
+    async def visit(name: str, run_id: str | None, tokens: int) -> int:
+        client = Client(name, "1", 1 << 20)
+        client.connect(address)
+        hello = {"name": name, "incarnation": "1", "run_id": run_id, "policy_version": None, "slots": 1, "receivers": 0}
+        await client.send(Hello(protocol=PROTOCOL_VERSION, engine="simulated", host="h", pid=1, **hello))  # type: ignore[arg-type]
+        stats = GeneratorStats(generated_tokens=tokens)
+        await client.send(Heartbeat(accepting=False, holding=(), policy_version=None, stats=stats))
+        while not isinstance(await client.receive(120.0), Alive):
+            pass
+        await client.send(Goodbye(reason="test"))
+        while any(member["name"] == name for member in learner.coordinator.status()["generators"]):
+            await asyncio.sleep(0.01)
+        client.close()
+        return int(totals["generated_tokens"])
+
+    async with asyncio.timeout(150):
+        counted = [
+            await visit("new", None, 10),
+            await visit("old", "run-0", 100),
+            await visit("old", "run-1", 103),
+            await visit("new", "run-1", 11),
+        ]
+    learner.coordinator.stop("test")
+    assert counted == [10, 10, 13, 14]
