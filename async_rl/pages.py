@@ -15,9 +15,15 @@ _METRICS_INTRODUCTION = f"""# Metrics
 
 Written by `make docs` from `async_rl/metrics/catalogue.py`.
 
-Every step appends one JSON object to `metrics.jsonl` in the run directory; trackers get the same numbers. A value is
-kept as what it is made of until that moment: a mean as total and weight, so that means over tokens weigh by tokens,
-whatever the micro-batches and ranks. A key without a value in a step is left out; `null` is a number not finite.
+Every step appends one JSON object to `metrics.jsonl` in the run directory; trackers get the same numbers: TensorBoard
+with `metrics.tensorboard = true` (`tensorboard --logdir RUN_DIR/tensorboard`), Weights & Biases with `metrics.wandb`.
+`/metrics` of the learner's HTTP port is for Prometheus and has what the coordinator knows of the last step:
+`throughput/*` of the fleet, `generator/*`, `ledger/*`, publications, refusals; rewards, losses and staleness are in
+the file and the trackers.
+
+A value is kept as what it is made of until that moment: a mean as total and weight, so that means over tokens weigh
+by tokens, whatever the micro-batches and ranks. A key without a value in a step is left out; `null` is a number not
+finite.
 
 | kind | how values of one step come together |
 |---|---|
